@@ -1,0 +1,81 @@
+"""KVBridge moves KV caches between inference engines that split prefill and decode.
+
+The public names load when they are first used, so that importing the package costs next to
+nothing and never loads a vendor library.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvbridge.handshake import HandshakeMetadata, PPAwareHandshake, gather_handshake_metadata
+    from kvbridge.model import (
+        CacheComponent,
+        CacheGroup,
+        EngineId,
+        EngineTransferInfo,
+        LayerCache,
+        RankCache,
+        Region,
+        TransferTopology,
+        attention_layer,
+    )
+    from kvbridge.plan import (
+        BlockTable,
+        EngineTransferPlan,
+        PlanOptions,
+        RankPlan,
+        ReadSpec,
+        RegionPlan,
+        TPMapping,
+        TransferBatch,
+        compute_tp_mapping,
+        generate_engine_transfer_plan,
+    )
+    from kvbridge.transport import available_transports, get_transport, open_transport
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BlockTable",
+    "CacheComponent",
+    "CacheGroup",
+    "EngineId",
+    "EngineTransferInfo",
+    "EngineTransferPlan",
+    "HandshakeMetadata",
+    "LayerCache",
+    "PPAwareHandshake",
+    "PlanOptions",
+    "RankCache",
+    "RankPlan",
+    "ReadSpec",
+    "Region",
+    "RegionPlan",
+    "TPMapping",
+    "TransferBatch",
+    "TransferTopology",
+    "attention_layer",
+    "available_transports",
+    "compute_tp_mapping",
+    "gather_handshake_metadata",
+    "generate_engine_transfer_plan",
+    "get_transport",
+    "open_transport",
+]
+
+_MODULES = ("kvbridge.model", "kvbridge.plan", "kvbridge.transport", "kvbridge.handshake")
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name from the module that has it."""
+    if name in __all__:
+        for module in map(import_module, _MODULES):
+            if hasattr(module, name):
+                return getattr(module, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """List the public names too, before they are loaded."""
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,152 @@
+"""Builders: from an engine's tensors to the layers that a rank announces."""
+
+from typing import Any, NamedTuple
+
+from kvbridge.errors import UnsupportedLayoutError
+from kvbridge.model.arrays import ArrayView, view_of
+from kvbridge.model.cache import CacheComponent, LayerCache
+
+AXES = {
+    "B": "block",
+    "K": "K/V pair",
+    "H": "head",
+    "N": "token",
+    "C": "content",
+}
+
+
+def attention_layer(
+    tensor: Any,
+    *,
+    axes: str,
+    layer: int,
+    name: str,
+    group: int = 0,
+    unit_start: int,
+    unit_total: int,
+) -> LayerCache:
+    """Describe the attention cache of one layer.
+
+    Without a K axis the content holds K then V of a head and token (one component, ``kv``). With
+    one, K and V are components of their own, unless the K axis lies right outside the content,
+    where each cell again holds K then V. K and V in tensors of their own are given as a pair.
+
+    Args:
+        tensor: The cache, or a pair ``(k, v)`` of caches, of pages.
+        axes: What each axis of the tensor is, in order: B block, K the K/V pair, H head, N token,
+            C content; ``"BHNC"``, ``"KBNHC"``, ...
+        layer: Global index of the layer.
+        name: Name of the layer, the same in every engine that runs the model.
+        group: Index of the cache group.
+        unit_start: Global index of the first KV head held.
+        unit_total: KV heads of the whole model.
+
+    Raises:
+        UnsupportedLayoutError: The axes do not spell the tensor, the content is not contiguous,
+            or K and V differ in more than their content.
+    """
+    if isinstance(tensor, tuple | list):
+        spelled = tuple(_Spelled(view_of(t), axes, name) for t in tensor)
+        base, pages, parts = _apart(spelled, name)
+    else:
+        spelled = (_Spelled(view_of(tensor), axes, name),)
+        base, pages, parts = _together(spelled[0], name)
+    components = tuple(
+        CacheComponent(
+            name=part.name,
+            dtype=part.of.view.dtype,
+            offset=part.offset,
+            cell_bytes=part.cell_bytes,
+            unit_start=unit_start,
+            unit_count=part.of.size.get("H", 1),
+            unit_total=unit_total,
+            unit_stride=part.of.stride.get("H", part.cell_bytes),
+            token_count=part.of.size["N"],
+            token_stride=part.of.stride["N"],
+        )
+        for part in parts
+    )
+    return LayerCache(layer, name, group, base, *pages, components)
+
+
+class _Spelled:
+    """A tensor whose axes have been named.
+
+    Attributes:
+        size: Size of each axis, by its letter.
+        stride: Bytes between neighbours along each axis, by its letter.
+        content_bytes: Bytes of the content axis, which is contiguous.
+    """
+
+    def __init__(self, view: ArrayView, axes: str, name: str) -> None:
+        if len(set(axes)) != len(axes) or not set("BNC") <= set(axes) <= set(AXES):
+            legend = ", ".join(f"{letter} {meaning}" for letter, meaning in AXES.items())
+            raise UnsupportedLayoutError(
+                f"layer {name!r}: axes {axes!r} must name B, N and C, may name H and K, each once "
+                f"({legend})"
+            )
+        if len(axes) != len(view.shape):
+            raise UnsupportedLayoutError(
+                f"layer {name!r}: axes {axes!r} name {len(axes)} axes, the tensor has shape "
+                f"{view.shape}"
+            )
+        self.view, self.axes = view, axes
+        self.size = dict(zip(axes, view.shape, strict=True))
+        self.stride = dict(zip(axes, view.strides, strict=True))
+        if self.size["C"] > 1 and self.stride["C"] != view.item_bytes:
+            raise UnsupportedLayoutError(
+                f"layer {name!r}: content has a stride of {self.stride['C']} bytes, elements have "
+                f"{view.item_bytes}; the content of a cell must be contiguous"
+            )
+        self.content_bytes = self.size["C"] * view.item_bytes
+
+    @property
+    def pages(self) -> tuple[int, int]:
+        """Stride and number of pages."""
+        return (self.stride["B"], self.size["B"])
+
+
+class _Part(NamedTuple):
+    name: str
+    of: _Spelled
+    offset: int
+    cell_bytes: int
+
+
+_Layout = tuple[int, tuple[int, int], list[_Part]]
+"""Base address, (stride, number) of pages, and the parts of a page."""
+
+
+def _together(tensor: _Spelled, name: str) -> _Layout:
+    content = tensor.content_bytes
+    if "K" not in tensor.size:
+        parts = [_Part("kv", tensor, 0, content)]
+    elif tensor.size["K"] != 2:
+        raise UnsupportedLayoutError(
+            f"layer {name!r}: axis K of {tensor.axes!r} has size {tensor.size['K']}, K and V need 2"
+        )
+    elif tensor.stride["K"] == content:
+        parts = [_Part("kv", tensor, 0, 2 * content)]
+    else:
+        parts = [_Part("k", tensor, 0, content), _Part("v", tensor, tensor.stride["K"], content)]
+    return tensor.view.address, tensor.pages, parts
+
+
+def _apart(tensors: tuple[_Spelled, ...], name: str) -> _Layout:
+    if len(tensors) != 2 or "K" in tensors[0].size:
+        raise UnsupportedLayoutError(
+            f"layer {name!r}: K and V apart are a pair of tensors without an axis K, "
+            f"got {len(tensors)} tensors with axes {tensors[0].axes if tensors else ''!r}"
+        )
+    k, v = tensors
+    if k.pages != v.pages:
+        raise UnsupportedLayoutError(
+            f"layer {name!r}: K has (page stride, pages) {k.pages}, V has {v.pages}; "
+            "one block table serves both, so they must be equal"
+        )
+    base = min(k.view.address, v.view.address)
+    parts = [
+        _Part(p, t, t.view.address - base, t.content_bytes)
+        for p, t in zip("kv", tensors, strict=True)
+    ]
+    return base, k.pages, parts
