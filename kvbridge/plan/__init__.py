@@ -1,0 +1,31 @@
+"""Pure arithmetic: which bytes of one engine's cache land where in another's."""
+
+from kvbridge.plan.generate import generate_engine_transfer_plan
+from kvbridge.plan.mapping import compute_tp_mapping
+from kvbridge.plan.plan import EngineTransferPlan
+from kvbridge.plan.values import (
+    BlockTable,
+    Grid,
+    Need,
+    PlanOptions,
+    RankPlan,
+    ReadSpec,
+    RegionPlan,
+    TPMapping,
+    TransferBatch,
+)
+
+__all__ = [
+    "BlockTable",
+    "EngineTransferPlan",
+    "Grid",
+    "Need",
+    "PlanOptions",
+    "RankPlan",
+    "ReadSpec",
+    "RegionPlan",
+    "TPMapping",
+    "TransferBatch",
+    "compute_tp_mapping",
+    "generate_engine_transfer_plan",
+]

@@ -1,0 +1,150 @@
+"""The plan: what one rank exchanges with another engine, address-free, frozen and checked."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from kvbridge.errors import UnboundPlanError
+from kvbridge.model import CacheGroup, LayerKey, Rank, RankCache
+from kvbridge.plan import document
+from kvbridge.plan.binding import Binding, bind_plan
+from kvbridge.plan.check import check_plan
+from kvbridge.plan.lower import lower_plan, read_specs
+from kvbridge.plan.values import (
+    BlockTable,
+    Direction,
+    Need,
+    PlanOptions,
+    RankPlan,
+    ReadSpec,
+    TransferBatch,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class EngineTransferPlan:
+    """What the local rank exchanges with one remote engine.
+
+    Two plans are equal when they describe the same copies; the addresses that a plan is bound to
+    are no part of that, so engines of one shape share one plan.
+
+    Attributes:
+        direction: ``"read"``: this rank consumes; ``"write"``: it produces.
+        local_rank: Coordinate of this rank.
+        local_groups: Cache groups of this engine, in the order of its block tables.
+        remote_groups: Cache groups of the remote engine, in the order of its block tables.
+        sources: Remote ranks that carry bytes, and what they carry.
+        needs: What must be written, each exactly once.
+        notify_only: Remote ranks that carry no bytes for us but that we must tell.
+        readers: How many distinct ranks of our engine report to each remote rank.
+        left_out: Layers of ours that the remote engine does not have.
+        options: How the plan was made.
+        binding: The addresses it is bound to, if any.
+    """
+
+    direction: Direction
+    local_rank: Rank
+    local_groups: tuple[CacheGroup, ...]
+    remote_groups: tuple[CacheGroup, ...]
+    sources: tuple[RankPlan, ...]
+    needs: tuple[Need, ...]
+    notify_only: tuple[Rank, ...]
+    readers: Mapping[Rank, int]
+    left_out: tuple[LayerKey, ...] = ()
+    options: PlanOptions = PlanOptions()
+    binding: Binding | None = field(default=None, repr=False)
+
+    def __eq__(self, other: object) -> bool:
+        """Compare what is copied, not where it lies."""
+        if not isinstance(other, EngineTransferPlan):
+            return NotImplemented
+        return self.fingerprint == other.fingerprint
+
+    def __hash__(self) -> int:
+        """Hash what is copied."""
+        return hash(self.fingerprint)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Digest of the plan's content, stable across processes."""
+        return document.fingerprint(self)
+
+    def check(self) -> None:
+        """Prove that the plan covers exactly what it must.
+
+        Raises:
+            CoverageError: Some unit would be written never or twice, or leaves the memory that
+                was announced; the message names layer, component and range.
+        """
+        check_plan(self)
+
+    def explain(self) -> str:
+        """Return the plan in words: who gives what, in how many pieces."""
+        return document.explain(self)
+
+    def to_json(self) -> str:
+        """Return the plan as JSON, without addresses."""
+        return document.to_json(self)
+
+    @classmethod
+    def from_json(cls, text: str) -> "EngineTransferPlan":
+        """Read a plan back; it is unbound, and has been checked.
+
+        Raises:
+            PlanError: The text is no plan.
+            CoverageError: It is a plan that does not cover what it must.
+        """
+        plan = cls(**document.parse(text))
+        plan.check()
+        return plan
+
+    def bind(self, local: RankCache, remotes: Mapping[Rank, RankCache]) -> "EngineTransferPlan":
+        """Return the plan bound to the addresses of two engines of this shape.
+
+        Raises:
+            PlanError: The caches have another shape than the plan.
+            CoverageError: A piece lies outside the memory that a rank announced.
+        """
+        return replace(self, binding=bind_plan(self, local, remotes))
+
+    def lower(
+        self,
+        local_tables: Sequence[BlockTable],
+        remote_tables: Sequence[BlockTable],
+        *,
+        start_token: int = 0,
+        end_token: int,
+    ) -> list[TransferBatch]:
+        """Turn block tables into arrays of addresses.
+
+        Moves the tokens ``start_token <= t < end_token``. Pieces that touch on both sides are
+        merged. Remote ranks with nothing to move are left out.
+
+        Args:
+            local_tables: One table for each local cache group.
+            remote_tables: One table for each remote cache group.
+            start_token: First token to move.
+            end_token: One past the last token to move.
+
+        Raises:
+            UnboundPlanError: The plan has no addresses.
+            BlockTableError: A table does not cover the range, or lists impossible blocks.
+        """
+        if self.binding is None:
+            raise UnboundPlanError("the plan has no addresses; bind it to two engines' caches")
+        return lower_plan(self.binding, local_tables, remote_tables, start_token, end_token)
+
+    def read_specs(
+        self,
+        local_tables: Sequence[BlockTable],
+        remote_tables: Sequence[BlockTable],
+        *,
+        start_token: int = 0,
+        end_token: int,
+    ) -> list[ReadSpec]:
+        """Return the same in block ids, for people and logs.
+
+        Raises:
+            BlockTableError: A table is missing, or does not cover the range.
+        """
+        return read_specs(self, local_tables, remote_tables, start_token, end_token)

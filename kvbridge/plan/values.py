@@ -1,0 +1,208 @@
+"""The values that a plan is made of, and those that go in and out of lowering it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvbridge.errors import PlanError
+from kvbridge.model import LayerKey, Rank
+
+Direction = Literal["read", "write"]
+Strategy = Literal["auto", "direct", "staged"]
+Int64Array = NDArray[np.int64]
+UInt64Array = NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True)
+class PlanOptions:
+    """How a plan is made.
+
+    Attributes:
+        strategy: ``"direct"`` copies every piece to its place; ``"staged"`` moves few large pieces
+            and rearranges them on arrival; ``"auto"`` chooses.
+        require_all_layers: Refuse to leave out a layer that the consumer holds.
+
+    Raises:
+        PlanError: An unknown strategy.
+    """
+
+    strategy: Strategy = "auto"
+    require_all_layers: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse unknown strategies."""
+        if self.strategy not in ("auto", "direct", "staged"):
+            raise PlanError(f"strategy {self.strategy!r} is unknown; known: auto, direct, staged")
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """How one side of a region steps through memory, without addresses.
+
+    Attributes:
+        group: Index of the cache group whose block table says which pages.
+        page_stride: Bytes between pages.
+        page_tokens: Tokens of a page.
+        pages_per_block: Pages of a logical block.
+        unit_stride: Bytes between units.
+        token_stride: Bytes between tokens.
+    """
+
+    group: int
+    page_stride: int
+    page_tokens: int
+    pages_per_block: int
+    unit_stride: int
+    token_stride: int
+
+
+@dataclass(frozen=True, slots=True)
+class RegionPlan:
+    """Units of one component of one layer that one pair of ranks exchanges.
+
+    Attributes:
+        layer: Global index of the layer.
+        name: Name of the layer.
+        component: Component of both sides; ``k`` or ``v`` also where one side holds ``kv``.
+        unit_start: Global index of the first unit.
+        unit_end: One past the last unit.
+        cell_bytes: Bytes of one (unit, token) cell.
+        local: How this rank's pages hold the cells.
+        remote: How the remote rank's pages hold them.
+    """
+
+    layer: int
+    name: str
+    component: str
+    unit_start: int
+    unit_end: int
+    cell_bytes: int
+    local: Grid
+    remote: Grid
+
+    @property
+    def key(self) -> LayerKey:
+        """What pairs layers across engines."""
+        return (self.layer, self.name)
+
+    @property
+    def unit_count(self) -> int:
+        """Number of units."""
+        return self.unit_end - self.unit_start
+
+    @property
+    def nbytes_per_token(self) -> int:
+        """Bytes that one token of this region has."""
+        return self.unit_count * self.cell_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """All that is exchanged with one remote rank.
+
+    Attributes:
+        rank: Coordinate ``(pp, tp)`` of the remote rank.
+        regions: The pieces, ordered by layer, component and unit.
+    """
+
+    rank: Rank
+    regions: tuple[RegionPlan, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Units that a plan must write, each exactly once.
+
+    Attributes:
+        rank: Coordinate of the rank whose memory is written.
+        layer: Global index of the layer.
+        name: Name of the layer.
+        component: Component, named as in the regions.
+        unit_start: First unit.
+        unit_end: One past the last unit.
+    """
+
+    rank: Rank
+    layer: int
+    name: str
+    component: str
+    unit_start: int
+    unit_end: int
+
+
+@dataclass(frozen=True, slots=True)
+class TPMapping:
+    """Which remote tensor-parallel ranks a local rank reads, by the formulas of the field.
+
+    Attributes:
+        source_ranks_per_group: Remote ranks to read, for each cache group.
+        all_source_ranks: Their sorted union.
+        rank_to_attention_slot: Which part of the local heads each remote rank fills.
+        rank_offset_factor: Where the local heads start in the remote rank's, in local shares.
+        local_consumers: How many local ranks report to one remote rank.
+    """
+
+    source_ranks_per_group: tuple[tuple[int, ...], ...]
+    all_source_ranks: tuple[int, ...]
+    rank_to_attention_slot: Mapping[int, int]
+    rank_offset_factor: int
+    local_consumers: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTable:
+    """The blocks of one sequence in one cache group.
+
+    Attributes:
+        block_ids: Logical blocks in the order of the tokens they hold.
+        start_token: Token that the first entry begins with.
+        null_block_id: Entries of this id hold nothing; they keep their position.
+    """
+
+    block_ids: Sequence[int] | Int64Array
+    start_token: int = 0
+    null_block_id: int | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TransferBatch:
+    """The copies between this rank and one remote rank, ready for a transport.
+
+    Shape: local_address, remote_address, nbytes [N] uint64.
+
+    Attributes:
+        remote_rank: Coordinate of the remote rank.
+        local_address: First byte of each piece here.
+        remote_address: First byte of each piece there.
+        nbytes: Bytes of each piece.
+        piece_count: Number of pieces before neighbours were merged.
+    """
+
+    remote_rank: Rank
+    local_address: UInt64Array
+    remote_address: UInt64Array
+    nbytes: UInt64Array
+    piece_count: int = 0
+
+    @property
+    def total_nbytes(self) -> int:
+        """Sum over all pieces."""
+        return int(self.nbytes.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class ReadSpec:
+    """One request and one remote rank, in block ids, for people and logs.
+
+    Attributes:
+        remote_rank: Coordinate of the remote rank.
+        local_block_ids: For each local cache group, the blocks that take part.
+        remote_block_ids: For each remote cache group, the blocks that take part.
+    """
+
+    remote_rank: Rank
+    local_block_ids: tuple[tuple[int, ...], ...]
+    remote_block_ids: tuple[tuple[int, ...], ...]
