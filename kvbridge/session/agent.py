@@ -1,0 +1,282 @@
+"""This rank among others: its memory, the engines it knows, the requests on their way."""
+
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from kvbridge.errors import HandshakeError, TransportError, UnknownEngineError
+from kvbridge.handshake import HandshakeMetadata, RankPayload, factors_of
+from kvbridge.handshake.messages import Release, decode_release, encode, encode_payload
+from kvbridge.model import Rank, RankCache, TransferTopology
+from kvbridge.plan import BlockTable, TransferBatch
+from kvbridge.session.releases import ReleaseBook
+from kvbridge.session.session import (
+    Session,
+    body_of,
+    close_session,
+    memory_of,
+    open_session,
+)
+from kvbridge.session.transfer import SourceStats, Transfer
+from kvbridge.transport import Descriptors, Handle, Peer, Region, State, Transport
+
+
+class AgentPoll(NamedTuple):
+    """What ended since the last poll; each entry is reported once."""
+
+    finished: tuple[Transfer, ...] = ()
+    released: tuple[str, ...] = ()
+
+
+class RankAgent:
+    """One rank of an engine, able to give and to take.
+
+    Calls come from one thread, except :meth:`connect`, which may block and may run beside the
+    others. Everything else returns at once; :meth:`poll` makes progress.
+
+    Attributes:
+        incarnation: Fresh at every start of the engine, the same for its ranks.
+        unreadable: Notifications that could not be read.
+        unsent: Notifications that could not be sent.
+    """
+
+    def __init__(
+        self,
+        topology: TransferTopology,
+        local: RankCache,
+        transport: Transport,
+        *,
+        model: str,
+        incarnation: str | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Register the rank's memory with an open transport.
+
+        Args:
+            topology: The rank's place in its engine.
+            local: What the rank holds.
+            transport: An open transport; closed with the agent.
+            model: Name and revision of the model, compared with peers.
+            incarnation: Agreed with the engine's other ranks; needed if there are any.
+            clock: Seconds that never run backwards.
+
+        Raises:
+            UnsupportedLayoutError: The cache lies in several kinds of memory.
+            TransportError: The memory cannot be registered.
+        """
+        self._topology, self._local, self._transport = topology, local, transport
+        self._local_engine: dict[Rank, RankCache] | None = None
+        self._clock = clock
+        self.incarnation = incarnation or uuid.uuid4().hex
+        self._memory = memory_of(local.regions, local.where)
+        self._factors = factors_of(local, model=model, transport=transport.name)
+        self._sessions: dict[str, Session] = {}
+        self._transfers: dict[Handle, Transfer] = {}
+        self._live: list[Transfer] = []
+        self.releases = ReleaseBook()
+        self.unreadable = 0
+        self.unsent = 0
+        transport.register(local.regions)
+
+    def metadata(self) -> HandshakeMetadata:
+        """Return what this rank publishes."""
+        payload = RankPayload(self._local, self._transport.agent_info())
+        return HandshakeMetadata(
+            self._local.engine_id,
+            self.incarnation,
+            self._local.pp_rank,
+            self._local.tp_rank,
+            encode_payload(self._factors, payload),
+        )
+
+    def share_engine(self, metadata: Mapping[Rank, HandshakeMetadata]) -> None:
+        """Take what all ranks of our own engine published, once the engine has gathered it.
+
+        Without it an even split is assumed, which an engine of several stages does not have.
+
+        Raises:
+            HandshakeError: The metadata cannot be read.
+        """
+        self._local_engine = {rank: body_of(data).cache for rank, data in metadata.items()}
+
+    def connect(
+        self, metadata: Mapping[Rank, HandshakeMetadata], *, timeout_s: float = 10.0
+    ) -> Session:
+        """Pair with a remote engine. May block; see :func:`open_session` for what is raised.
+
+        An incarnation that is paired already keeps its session; another one takes its place.
+        """
+        for data in metadata.values():
+            known = self._sessions.get(data.engine_id)
+            if known is not None and known.incarnation == data.incarnation:
+                return known
+            if known is not None:
+                self.disconnect(data.engine_id)
+        session = open_session(
+            self._topology,
+            self._local,
+            self._transport,
+            metadata,
+            factors=self._factors,
+            local_engine=self._local_engine,
+            timeout_s=timeout_s,
+        )
+        self._sessions[session.engine_id] = session
+        return session
+
+    def disconnect(self, engine_id: str) -> None:
+        """Forget a remote engine.
+
+        Raises:
+            UnknownEngineError: It is not connected.
+        """
+        close_session(self._topology, self._transport, self._session(engine_id))
+        del self._sessions[engine_id]
+
+    def pull(
+        self,
+        engine_id: str,
+        request_id: str,
+        local_tables: Sequence[BlockTable],
+        remote_tables: Sequence[BlockTable],
+        *,
+        start_token: int = 0,
+        end_token: int,
+        timeout_s: float = 30.0,
+    ) -> Transfer:
+        """Start to read a request's tokens from a remote engine.
+
+        Args:
+            engine_id: A connected engine.
+            request_id: The request, by the remote engine's name for it.
+            local_tables: Where the tokens go.
+            remote_tables: Where they are.
+            start_token: First token to read.
+            end_token: One past the last token to read; an empty range moves nothing.
+            timeout_s: When the request fails if it has not ended.
+
+        Raises:
+            UnknownEngineError: The engine is not connected.
+            BlockTableError: The tables do not cover the range; nothing was started.
+        """
+        session = self._session(engine_id)
+        now_s = self._clock()
+        batches = session.plan.lower(
+            local_tables, remote_tables, start_token=start_token, end_token=end_token
+        )
+        transfer = Transfer(session, request_id, now_s, now_s + timeout_s)
+        for batch in batches:
+            self._submit(session, transfer, batch)
+        self._live.append(transfer)
+        return transfer
+
+    def poll(self) -> AgentPoll:
+        """Make progress. Never waits."""
+        polled = self._transport.poll()
+        for handle, state, reason in polled.finished:
+            transfer = self._transfers.pop(handle, None)
+            if transfer is not None:
+                transfer.settle(handle, state, reason)
+        released = tuple(
+            request_id for _, payload in polled.notifications for request_id in self._heard(payload)
+        )
+        return AgentPoll(tuple(self._ended()), released)
+
+    @property
+    def quarantined(self) -> int:
+        """Handles that nobody waits for any more but that are not quiet."""
+        return sum(1 for t in self._transfers.values() if t.state is not State.PENDING)
+
+    def close(self, *, timeout_s: float = 5.0) -> tuple[Region, ...]:
+        """Forget every engine and close the transport.
+
+        Returns:
+            The regions that are not proven quiet: keep that memory mapped.
+        """
+        for engine_id in list(self._sessions):
+            self.disconnect(engine_id)
+        return self._transport.close(timeout_s=timeout_s)
+
+    def _session(self, engine_id: str) -> Session:
+        if engine_id not in self._sessions:
+            raise UnknownEngineError(
+                f"engine {engine_id!r} is not connected; connected: {sorted(self._sessions)}"
+            )
+        return self._sessions[engine_id]
+
+    def _submit(self, session: Session, transfer: Transfer, batch: TransferBatch) -> None:
+        peer = session.peers[batch.remote_rank]
+        transfer.sources.append(
+            SourceStats(batch.remote_rank, batch.total_nbytes, batch.piece_count, batch.nbytes.size)
+        )
+        there = session.memory[batch.remote_rank]
+        for part in _parts(batch.nbytes.size, peer.capabilities.descriptors_max):
+            nbytes = batch.nbytes[part]
+            try:
+                handle = self._transport.submit(
+                    "read",
+                    peer,
+                    Descriptors(batch.local_address[part], nbytes, *self._memory),
+                    Descriptors(batch.remote_address[part], nbytes, *there),
+                )
+            except TransportError as error:
+                transfer.fail(str(error))
+                return
+            transfer.pending.add(handle)
+            self._transfers[handle] = transfer
+
+    def _ended(self) -> Iterator[Transfer]:
+        """End the transfers that are quiet or late, and tell the producer of each."""
+        now_s = self._clock()
+        for transfer in list(self._live):
+            if not transfer.quiet and now_s < transfer.deadline_s:
+                continue
+            if not transfer.quiet:
+                transfer.fail(
+                    f"{len(transfer.pending)} reads had not ended after "
+                    f"{now_s - transfer.started_s:.3g} s"
+                )
+                for handle in transfer.pending:
+                    self._transport.abandon(handle)
+            transfer.end(now_s)
+            self._live.remove(transfer)
+            self._tell(transfer.session, transfer)
+            yield transfer
+
+    def _tell(self, session: Session, transfer: Transfer) -> None:
+        for rank, peer in session.peers.items():
+            release = Release(
+                request_id=transfer.request_id,
+                engine_id=self._local.engine_id,
+                incarnation=self.incarnation,
+                rank=self._local.rank,
+                readers=session.plan.readers[rank],
+                ok=transfer.state is State.DONE,
+            )
+            self._notify(peer, encode(release))
+
+    def _notify(self, peer: Peer, payload: bytes) -> None:
+        try:
+            self._transport.notify(peer, payload)
+        except TransportError:
+            # A producer that is gone needs no telling; one that lives frees by its own deadline.
+            self.unsent += 1
+
+    def _heard(self, payload: bytes) -> Iterator[str]:
+        try:
+            release = decode_release(payload)
+        except HandshakeError:
+            self.unreadable += 1
+            return
+        if self.releases.report(release):
+            yield release.request_id
+
+
+def _parts(count: int, most: int) -> Iterator[slice]:
+    """Cut a list of pieces into parts that one operation takes; 0 means no limit."""
+    step = most or max(count, 1)
+    for start in np.arange(0, count, step).tolist():
+        yield slice(start, start + step)

@@ -1,0 +1,146 @@
+"""The live pairing of this rank with one incarnation of a remote engine."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvbridge.errors import HandshakeError, TopologyConflictError, UnsupportedLayoutError
+from kvbridge.handshake import (
+    HandshakeMetadata,
+    RankPayload,
+    check_compatible,
+    gather_handshake_metadata,
+)
+from kvbridge.handshake.messages import decode_body, decode_factors
+from kvbridge.model import Rank, RankCache, Region, TransferTopology, transfer_infos
+from kvbridge.plan import EngineTransferPlan, generate_engine_transfer_plan
+from kvbridge.transport import Peer, Transport
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """What is needed to move a request between this rank and a remote engine.
+
+    Attributes:
+        engine_id: The remote engine.
+        incarnation: Which start of it.
+        plan: What is exchanged, bound to both engines' addresses.
+        peers: The remote ranks to talk to.
+        memory: Memory kind and device of each of those ranks' caches.
+    """
+
+    engine_id: str
+    incarnation: str
+    plan: EngineTransferPlan
+    peers: Mapping[Rank, Peer]
+    memory: Mapping[Rank, tuple[str, int]]
+
+
+def open_session(
+    topology: TransferTopology,
+    local: RankCache,
+    transport: Transport,
+    metadata: Mapping[Rank, HandshakeMetadata],
+    *,
+    factors: Mapping[str, Any],
+    local_engine: Mapping[Rank, RankCache] | None,
+    timeout_s: float,
+) -> Session:
+    """Pair this rank with a remote engine; a failure anywhere leaves nothing behind.
+
+    Factors are compared first, then bodies decoded, then the plan is made and checked, and only
+    then peers are added and the engine is registered in the topology.
+
+    Args:
+        topology: The local rank; learns of the remote engine.
+        local: What the local rank holds.
+        transport: Moves the bytes.
+        metadata: What every rank of the remote engine published.
+        factors: Ours, to compare with theirs.
+        local_engine: Every rank of our engine, see ``generate_engine_transfer_plan``.
+        timeout_s: How long each peer may take to answer.
+
+    Raises:
+        HandshakeError: The metadata is malformed or contradictory.
+        IncompatibleError: The engines differ in a factor.
+        PlanError: The engines' caches do not fit together.
+        TransportError: A peer cannot be reached.
+        TopologyConflictError: The engine is paired already, or carries our own id.
+    """
+    metadata = gather_handshake_metadata([metadata])
+    if not metadata:
+        raise HandshakeError("the remote engine published no ranks")
+    first = next(iter(metadata.values()))
+    if first.engine_id in topology.remote_engines:
+        raise TopologyConflictError(
+            f"engine {first.engine_id!r} is paired already; close its session first"
+        )
+    for rank, data in metadata.items():
+        peer = f"engine {data.engine_id!r} rank {rank}"
+        check_compatible(factors, decode_factors(data.payload), peer=peer)
+    bodies = {rank: body_of(data) for rank, data in metadata.items()}
+    caches = {rank: body.cache for rank, body in bodies.items()}
+    plan = generate_engine_transfer_plan(topology, local, caches, local_engine=local_engine)
+    told = sorted({source.rank for source in plan.sources} | set(plan.notify_only))
+    memory = {rank: memory_of(caches[rank].regions, caches[rank].where) for rank in told}
+    peers: dict[Rank, Peer] = {}
+    try:
+        for rank in told:
+            peers[rank] = transport.add_peer(
+                bodies[rank].agent_info, caches[rank].regions, timeout_s=timeout_s
+            )
+        _register(topology, first.engine_id, caches)
+    except Exception:
+        for added in peers.values():
+            transport.drop_peer(added)
+        raise
+    return Session(first.engine_id, first.incarnation, plan, peers, memory)
+
+
+def close_session(topology: TransferTopology, transport: Transport, session: Session) -> None:
+    """Forget a remote engine and drop its peers."""
+    topology.unregister_remote_engine(session.engine_id)
+    for peer in session.peers.values():
+        transport.drop_peer(peer)
+
+
+def memory_of(regions: tuple[Region, ...], where: str) -> tuple[str, int]:
+    """Return the one kind of memory, and device, that a rank's cache lies in.
+
+    Raises:
+        UnsupportedLayoutError: It lies in several.
+    """
+    kinds = sorted({(region.memory_kind, region.device) for region in regions})
+    if len(kinds) != 1:
+        raise UnsupportedLayoutError(
+            f"{where}: the cache lies in {len(kinds)} kinds of memory {kinds}; one transfer can "
+            "serve one kind"
+        )
+    return kinds[0]
+
+
+def body_of(data: HandshakeMetadata) -> RankPayload:
+    """Return what a rank says of itself, after checking that it speaks of itself.
+
+    Raises:
+        HandshakeError: The body cannot be read, or describes another rank.
+    """
+    body = decode_body(data.payload)
+    announced = (body.cache.engine_id, body.cache.rank)
+    if announced != (data.engine_id, data.rank):
+        raise HandshakeError(
+            f"metadata of engine {data.engine_id!r} rank {data.rank} describes engine "
+            f"{announced[0]!r} rank {announced[1]}"
+        )
+    return body
+
+
+def _register(topology: TransferTopology, engine_id: str, caches: Mapping[Rank, RankCache]) -> None:
+    try:
+        for info in transfer_infos(caches):
+            topology.register_remote_engine(engine_id, info)
+    except Exception:
+        # Some stages may be in already; an engine is known whole or not at all.
+        if engine_id in topology.remote_engines:
+            topology.unregister_remote_engine(engine_id)
+        raise

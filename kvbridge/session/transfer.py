@@ -1,0 +1,79 @@
+"""One request on its way: all its handles, until every one of them is quiet."""
+
+from dataclasses import dataclass, field
+
+from kvbridge.model import Rank
+from kvbridge.session.session import Session
+from kvbridge.transport import Handle, State
+
+
+@dataclass(slots=True)
+class SourceStats:
+    """What one remote rank contributes to a request.
+
+    Attributes:
+        rank: The remote rank.
+        nbytes: Bytes moved.
+        copies: Pieces before neighbours were merged.
+        merged: Pieces that were submitted.
+    """
+
+    rank: Rank
+    nbytes: int
+    copies: int
+    merged: int
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """The bytes of one request.
+
+    It ends once, as DONE or FAILED. A transfer that failed at its deadline may not be quiet yet:
+    its blocks must not be used for anything else until :attr:`quiet`.
+
+    Attributes:
+        session: The engine that it comes from.
+        request_id: The request, by the producer's name for it.
+        started_s: Clock when it was submitted.
+        deadline_s: Clock when it fails if it has not ended.
+        sources: What each remote rank contributes.
+        state: How it stands.
+        reason: Why it failed.
+        ended_s: Clock when it ended.
+        pending: Handles that are not quiet.
+    """
+
+    session: Session
+    request_id: str
+    started_s: float
+    deadline_s: float
+    sources: list[SourceStats] = field(default_factory=list)
+    state: State = State.PENDING
+    reason: str = ""
+    ended_s: float = 0.0
+    pending: set[Handle] = field(default_factory=set)
+
+    @property
+    def quiet(self) -> bool:
+        """Whether nothing can touch the request's blocks any more."""
+        return not self.pending
+
+    @property
+    def seconds(self) -> float:
+        """Time from submission to the end."""
+        return self.ended_s - self.started_s
+
+    def fail(self, reason: str) -> None:
+        """Note a failure; the first reason is kept, later ones follow from it."""
+        self.reason = self.reason or reason
+
+    def settle(self, handle: Handle, state: State, reason: str) -> None:
+        """Note that a handle has become quiet."""
+        self.pending.discard(handle)
+        if state is not State.DONE:
+            self.fail(reason or "the transport gave no reason")
+
+    def end(self, now_s: float) -> None:
+        """Fix the outcome."""
+        self.state = State.FAILED if self.reason else State.DONE
+        self.ended_s = now_s
