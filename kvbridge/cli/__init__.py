@@ -1,0 +1,5 @@
+"""The command ``kvbridge``."""
+
+from kvbridge.cli.main import main
+
+__all__ = ["main"]

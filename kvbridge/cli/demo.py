@@ -1,0 +1,150 @@
+"""``kvbridge demo``: two engines, one prompt, and the proof that nothing was lost on the way."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from kvbridge.demo import STEPS, DemoConfig, DemoReport, EngineShape, ModelConfig, run_demo
+from kvbridge.errors import ConfigError
+
+_SHAPE_HELP = "as in tp=2,pp=1,page=16,layout=nhd,kv=together; what is left out keeps its default"
+
+_STEP_NAMES = {
+    "start": "starting the ranks",
+    "connect": "shaking hands",
+    "prefill": "computing the prompt",
+    "pull": "moving the cache",
+    "compare": "comparing every byte",
+    "decode": "continuing",
+    "reference": "running one unsplit engine",
+    "stop": "stopping the ranks",
+}
+
+
+@click.command("demo")
+@click.option("--transport", default="local", show_default=True, help="What moves the bytes.")
+@click.option(
+    "--option", "options", multiple=True, metavar="KEY=VALUE", help="An option of the transport."
+)
+@click.option("--prefill", default="tp=2,page=16,layout=nhd", show_default=True, help=_SHAPE_HELP)
+@click.option("--decode", default="tp=4,page=32,layout=hnd", show_default=True, help=_SHAPE_HELP)
+@click.option("--heads", default=4, show_default=True, help="KV heads of the model.")
+@click.option("--layers", default=4, show_default=True, help="Layers of the model.")
+@click.option("--seed", default=0, show_default=True, help="Where the model's weights come from.")
+@click.option("--prompt-file", type=click.Path(path_type=Path), help="A text instead of ours.")
+@click.option("--tokens", default=32, show_default=True, help="How many tokens to write.")
+@click.option("--port", default=0, help="Handshake port of the prefill engine.  [default: free]")
+@click.option("--timeout", "timeout_s", default=60.0, show_default=True, help="Seconds, per step.")
+@click.option("--explain", is_flag=True, help="Show the plan of every decode rank too.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+def command(**arguments: Any) -> int:
+    """Prefill on one engine, decode on another of any shape, and compare.
+
+    Every rank is a process with its shard of heads and layers. The decode engine pulls the cache
+    over the chosen transport and continues; one unsplit engine does the same, and every token
+    and every moved byte must be equal. Exits with 1 if anything differs.
+    """
+    config = _config(**arguments)
+    if arguments["as_json"]:
+        report = run_demo(config)
+        click.echo(json.dumps(report.to_builtins()))
+    else:
+        report = _run_with_progress(config)
+        _show(report, config, explain=arguments["explain"])
+    return 0 if report.equal else 1
+
+
+def _config(**given: Any) -> DemoConfig:
+    try:
+        more = {}
+        if given["prompt_file"] is not None:
+            more["prompt"] = given["prompt_file"].read_bytes()
+        return DemoConfig(
+            model=ModelConfig(layers=given["layers"], kv_heads=given["heads"], seed=given["seed"]),
+            prefill=EngineShape.parse(given["prefill"]),
+            decode=EngineShape.parse(given["decode"]),
+            tokens=given["tokens"],
+            transport=given["transport"],
+            options=dict(_option(text) for text in given["options"]),
+            port=given["port"],
+            timeout_s=given["timeout_s"],
+            **more,
+        )
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    except OSError as error:
+        raise ConfigError(f"cannot read {given['prompt_file']}: {error.strerror}") from error
+
+
+def _option(text: str) -> tuple[str, Any]:
+    """Read KEY=VALUE; a value that is JSON (a number, true, a list) counts as such."""
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"--option {text!r} must be KEY=VALUE")
+    try:
+        return key, json.loads(value)
+    except json.JSONDecodeError:
+        return key, value
+
+
+def _run_with_progress(config: DemoConfig) -> DemoReport:
+    columns = (TextColumn("{task.description:<26}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=len(STEPS))
+
+        def on_step(step: str) -> None:
+            progress.update(task, description=_STEP_NAMES[step], completed=STEPS.index(step))
+
+        return run_demo(config, on_step=on_step)
+
+
+def _show(report: DemoReport, config: DemoConfig, *, explain: bool) -> None:
+    console = Console()
+    console.print(
+        f"prefill {config.prefill}  ->  decode {config.decode}  over {report.transport}, "
+        f"{len(config.prompt)} byte prompt",
+        highlight=False,
+    )
+    console.print(_table(report))
+    if explain:
+        for plan in report.plans.values():
+            console.print(plan, highlight=False)
+    console.print(f"decode engine wrote   {bytes(report.tokens)!r}", highlight=False, markup=False)
+    console.print(
+        f"one engine writes     {bytes(report.reference)!r}", highlight=False, markup=False
+    )
+    if report.equal:
+        console.print("[green]equal[/]: every token, and every byte that moved")
+        return
+    tokens = "equal" if report.tokens == report.reference else "different"
+    console.print(
+        f"[red]different[/]: tokens are {tokens}, {report.differing_bytes} moved bytes differ, "
+        f"bytes outside the request changed on ranks {report.touched_ranks}"
+    )
+
+
+def _table(report: DemoReport) -> Table:
+    table = Table("decode rank", "read from", box=None)
+    for header in ("bytes", "copies", "merged", "ms", "GB/s"):
+        table.add_column(header, justify="right")
+    for rank, pulled in sorted(report.pulls.items()):
+        nbytes = sum(source.nbytes for source in pulled.sources)
+        for i, source in enumerate(pulled.sources):
+            row = [f"{source.nbytes:,}", f"{source.copies:,}", f"{source.merged:,}"]
+            if i == 0:
+                row += [f"{pulled.seconds * 1e3:.2f}", f"{nbytes / pulled.seconds / 1e9:.2f}"]
+            table.add_row(_rank(rank) if i == 0 else "", _rank(source.rank), *row)
+        if not pulled.sources:
+            table.add_row(_rank(rank), "nobody: nothing to move", "0", "0", "0")
+    return table
+
+
+def _rank(rank: tuple[int, int]) -> str:
+    return f"pp {rank[0]} tp {rank[1]}"

@@ -1,0 +1,173 @@
+"""The demo's processes: started together, asked together, and gone together."""
+
+import contextlib
+import multiprocessing
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from kvbridge.demo.collective import connect_ranks
+from kvbridge.demo.messages import Failed, RankSpec, Stop
+from kvbridge.demo.rank import run_rank
+from kvbridge.errors import KVBridgeError
+from kvbridge.model import Rank
+
+_STOP_S = 10.0
+
+# Each rank is a process; threads of a math library on top would only fight for the cores.
+_RANK_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+class DemoError(KVBridgeError):
+    """A rank of the demo failed, died or did not answer.
+
+    Attributes:
+        kind: The class of the error that happened there.
+    """
+
+    def __init__(self, message: str, kind: str = "DemoError") -> None:
+        """Keep what kind of error it was."""
+        super().__init__(message)
+        self.kind = kind
+
+
+class Engine:
+    """One engine of the demo: a process for each rank.
+
+    Attributes:
+        spec: What every rank was started with.
+        ranks: Coordinates of the ranks.
+    """
+
+    def __init__(self, name: str, spec: RankSpec) -> None:
+        """Start the processes; :meth:`gather` then waits for their metadata."""
+        self.name, self.spec = name, spec
+        context = multiprocessing.get_context("spawn")
+        groups = connect_ranks(spec.shape.pp, spec.shape.tp, timeout_s=spec.timeout_s)
+        self._processes: dict[Rank, BaseProcess] = {}
+        self._pipes: dict[Rank, Connection] = {}
+        try:
+            for rank, group in groups.items():
+                ours, theirs = context.Pipe()
+                process = context.Process(
+                    target=run_rank, args=(spec, group, theirs), name=f"{name} rank {rank}"
+                )
+                with _environment(_RANK_ENVIRONMENT):
+                    process.start()
+                theirs.close()
+                self._processes[rank], self._pipes[rank] = process, ours
+        except BaseException:
+            self.kill()
+            raise
+        finally:
+            # Their ends live in the rank processes alone, so that a death is seen at once.
+            for group in groups.values():
+                group.close()
+        self.ranks = list(groups)
+
+    def send(self, message: object) -> None:
+        """Send every rank the same message."""
+        for rank, pipe in self._pipes.items():
+            with self._lost(rank):
+                pipe.send(message)
+
+    def ask(self, message: object) -> dict[Rank, Any]:
+        """Send every rank the same message and wait for all answers.
+
+        Raises:
+            DemoError: A rank failed, died or did not answer in time.
+        """
+        self.send(message)
+        return self.gather()
+
+    def gather(self) -> dict[Rank, Any]:
+        """Wait for one answer of every rank.
+
+        Raises:
+            DemoError: A rank failed, died or did not answer in time.
+        """
+        return gather([self])[self.name]
+
+    def receive(self, rank: Rank) -> Any:
+        """Take a rank's answer, which is there."""
+        with self._lost(rank):
+            answer = self._pipes[rank].recv()
+            if isinstance(answer, Failed):
+                raise DemoError(f"{self.name} rank {rank}: {answer.message}", answer.kind)
+            return answer
+
+    def pipes(self) -> Mapping[Rank, Connection]:
+        """Where the ranks' answers arrive."""
+        return self._pipes
+
+    def stop(self) -> dict[Rank, int]:
+        """Let every rank end by itself.
+
+        Returns:
+            The exit status of each rank.
+        """
+        self.send(Stop())
+        deadline_s = time.monotonic() + _STOP_S
+        for process in self._processes.values():
+            process.join(max(0.0, deadline_s - time.monotonic()))
+        self.kill()
+        return {rank: process.exitcode or 0 for rank, process in self._processes.items()}
+
+    def kill(self) -> None:
+        """End every process that is left. Idempotent."""
+        for process in self._processes.values():
+            process.kill()
+        for process in self._processes.values():
+            process.join()
+        for pipe in self._pipes.values():
+            pipe.close()
+
+    @contextlib.contextmanager
+    def _lost(self, rank: Rank) -> Iterator[None]:
+        try:
+            yield
+        except (EOFError, OSError) as error:
+            process = self._processes[rank]
+            process.join(1.0)
+            how = f"with exit status {process.exitcode}"
+            if process.exitcode is not None and process.exitcode < 0:
+                how = f"of signal {-process.exitcode}"
+            raise DemoError(f"{self.name} rank {rank} died {how}") from error
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set variables for the processes started within, each only if it is not set already."""
+    added = {name: value for name, value in variables.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
+
+
+def gather(engines: Iterable[Engine]) -> dict[str, dict[Rank, Any]]:
+    """Wait for one answer of every rank of several engines, by engine name.
+
+    The first failure ends the wait, whichever rank it comes from.
+
+    Raises:
+        DemoError: A rank failed, died or did not answer in time.
+    """
+    engines = list(engines)
+    where = {pipe: (engine, rank) for engine in engines for rank, pipe in engine.pipes().items()}
+    answers: dict[str, dict[Rank, Any]] = {engine.name: {} for engine in engines}
+    deadline_s = time.monotonic() + max(engine.spec.timeout_s for engine in engines) + 5.0
+    while where:
+        ready = wait(list(where), max(0.0, deadline_s - time.monotonic()))
+        if not ready:
+            late = ", ".join(f"{engine.name} rank {rank}" for engine, rank in where.values())
+            raise DemoError(f"no answer in time from {late}")
+        for pipe in ready:
+            engine, rank = where.pop(pipe)  # type: ignore[call-overload]
+            answers[engine.name][rank] = engine.receive(rank)
+    return answers
