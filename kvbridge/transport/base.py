@@ -58,9 +58,9 @@ class Peer:
     """
 
     agent: str
-    table: RegionTable
+    table: RegionTable = field(repr=False)
     path: Path
-    capabilities: Capabilities
+    capabilities: Capabilities = field(repr=False)
 
 
 _handle_ids = itertools.count(1)
@@ -218,6 +218,8 @@ class Transport(ABC):
     ) -> Handle:
         """Start one operation; returns without waiting for the bytes.
 
+        The descriptors' arrays stay as they are until the operation has ended.
+
         Args:
             op: ``"read"`` copies remote pieces into local ones, ``"write"`` the other way.
             peer: Whose memory it is.
@@ -313,7 +315,12 @@ class Transport(ABC):
                     f"transport {self.name!r} cannot tie a notification to a transfer; "
                     "send it with notify() after the transfer is done"
                 )
-            self.check_notification(peer, notification)
+            self._check_notification_size(peer, notification)
+        if can.transfer_max_bytes and local.total_nbytes > can.transfer_max_bytes:
+            raise NotSupportedError(
+                f"{local.total_nbytes} bytes in one operation, transport {self.name!r} takes "
+                f"{can.transfer_max_bytes}; submit in several parts"
+            )
         if can.descriptors_max and len(local) > can.descriptors_max:
             raise NotSupportedError(
                 f"{len(local)} descriptors in one operation, transport {self.name!r} takes "
@@ -328,16 +335,20 @@ class Transport(ABC):
         return self.memory.pin(local)
 
     def check_notification(self, peer: Peer, payload: bytes) -> None:
-        """Refuse notifications that are not declared or too large.
+        """Refuse free-standing notifications that are not declared or too large.
 
         Raises:
             NotSupportedError: The peer takes none, or none of this size.
         """
-        can = peer.capabilities
-        if not (can.notify or can.notify_with_transfer):
+        self.check_process()
+        if not peer.capabilities.notify:
             raise NotSupportedError(f"transport {self.name!r} does not offer notifications")
-        if len(payload) > can.notify_max_bytes:
+        self._check_notification_size(peer, payload)
+
+    def _check_notification_size(self, peer: Peer, payload: bytes) -> None:
+        most = peer.capabilities.notify_max_bytes
+        if len(payload) > most:
             raise NotSupportedError(
                 f"notification of {len(payload)} bytes, transport {self.name!r} takes at most "
-                f"{can.notify_max_bytes}"
+                f"{most}"
             )

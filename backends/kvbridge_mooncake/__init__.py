@@ -1,0 +1,1 @@
+"""KVBridge transport over the Mooncake transfer engine (not built yet)."""

@@ -1,0 +1,249 @@
+"""The thread that posts and polls: on one host NIXL copies inside its post call."""
+
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from kvbridge.transport import Notification, State
+from kvbridge_nixl.connections import Connection, Connections
+from kvbridge_nixl.job import Job
+from kvbridge_nixl.library import Agent
+from kvbridge_nixl.translate import is_disconnect, translate
+
+logger = logging.getLogger(__name__)
+
+# Once a peer is lost NIXL answers no more questions about its operations, while UCX still ends
+# them in a thread of its own. That takes milliseconds; nothing is called quiet before this.
+SETTLE_S = 0.1
+# New operations are posted for this long before those in flight are looked at again.
+POST_SLICE_S = 0.001
+# Looks that find nothing new before the thread starts to sleep, and how long it sleeps at most.
+EAGER_LOOKS = 20
+SLEEP_MIN_S, SLEEP_MAX_S = 50e-6, 1e-3
+
+
+class Worker:
+    """Owns the agent: posts, polls, and collects notifications.
+
+    Attributes:
+        errors: The exceptions of NIXL.
+        connections: The remote agents.
+        crash: Why the thread ended by itself; empty unless it did.
+        kept: Memory of the driver's own that peers may read or bytes may still come to; it
+            lives as long as the agent.
+    """
+
+    def __init__(self, agent: Agent, errors: tuple[type[Exception], ...]) -> None:
+        """Start the thread."""
+        self.errors = errors
+        self.crash = ""
+        self.kept: list[Any] = []
+        self._agent = agent
+        self._library = threading.Lock()  # held around calls into NIXL
+        self._guests = 0  # other threads that wait for it
+        self._change = threading.Condition(threading.RLock())  # guards all that follows
+        self.connections = Connections(self._change)
+        self._queue: deque[Job] = deque()
+        self._running: list[Job] = []
+        self._finished: deque[Job] = deque()
+        self._notifications: deque[Notification] = deque()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="kvbridge-nixl", daemon=True)
+        self._thread.start()
+
+    @contextlib.contextmanager
+    def library(self) -> Iterator[Agent]:
+        """Have the agent alone. Some of its calls keep the GIL while they wait for a post."""
+        with self._change:
+            self._guests += 1
+        with self._library:
+            with self._change:
+                self._guests -= 1
+            yield self._agent
+
+    def enqueue(self, job: Job) -> None:
+        """Take an operation; it will be posted soon."""
+        with self._change:
+            self.connections.begin(job.connection)
+            self._queue.append(job)
+            self._change.notify_all()
+
+    def notify(self, connection: Connection, payload: bytes) -> None:
+        """Send a notification at once; NIXL lets this happen beside a post."""
+        try:
+            self._agent.send_notif(connection.agent, payload)
+        except self.errors as error:
+            translated = translate(error, f"notifying {connection.agent}")
+            if is_disconnect(error):
+                self.connections.lose(connection, str(translated))
+            raise translated from error
+
+    def take(self) -> tuple[tuple[Job, ...], tuple[Notification, ...]]:
+        """Return what has happened since the last call."""
+        # While the thread works it collects the notifications itself; nobody waits for it here.
+        if not self._stopping and self._library.acquire(blocking=False):
+            try:
+                self._collect()
+            finally:
+                self._library.release()
+        with self._change:
+            finished, notifications = tuple(self._finished), tuple(self._notifications)
+            self._finished.clear()
+            self._notifications.clear()
+        return finished, notifications
+
+    def stop(self, timeout_s: float) -> bool:
+        """End the thread once all is done, or the time is over; say whether it ended."""
+        deadline = time.monotonic() + timeout_s
+        with self._change:
+            self._change.wait_for(lambda: self.crash or not self._busy(), timeout_s)
+            self._stopping = True
+            self._change.notify_all()
+        # A post call cannot be interrupted, but it copies at memory speed.
+        self._thread.join(max(deadline - time.monotonic(), 0) + 1.0)
+        if self._thread.is_alive():
+            return False
+        while self._queue:
+            self._end(self._queue.popleft(), State.FAILED, "the transport was closed before it")
+        return True
+
+    def let_go(self, registered: Iterable[Any]) -> None:
+        """Drop the agent, after :meth:`stop`: NIXL has no call to close it."""
+        for job in self._running:  # a request keeps the agent alive
+            job.release(self.errors)
+        try:
+            self.connections.remove_all(self._agent)
+            for handle in registered:
+                self._agent.deregister_memory(handle)
+        except self.errors as error:
+            logger.debug("%s", translate(error, "closing"))
+        del self._agent
+        self.kept.clear()
+
+    def _busy(self) -> bool:
+        return bool(self._queue or self._running)
+
+    def _run(self) -> None:
+        looks = 0
+        try:
+            while True:
+                with self._change:
+                    self._change.wait_for(
+                        lambda: self._stopping or self._busy() or self.connections.too_many
+                    )
+                    if self._stopping:
+                        return
+                with self._library:
+                    moved = self._post_queued() + self._look()
+                    self._collect()
+                    self.connections.remove_unused(self._agent)
+                looks = 0 if moved else looks + 1
+                self._pause(looks)
+        except Exception as error:  # a bug of ours: say so in poll, not only on stderr
+            logger.exception("the NIXL worker thread failed")
+            self.crash = f"the worker thread failed: {type(error).__name__}: {error}"
+
+    def _pause(self, looks: int) -> None:
+        if looks <= EAGER_LOOKS and not self._guests:
+            time.sleep(0)
+            return
+        doublings = min(max(looks - EAGER_LOOKS, 0), 8)
+        with self._change:
+            if not (self._queue or self._stopping) or self._guests:
+                self._change.wait(min(SLEEP_MIN_S * 2**doublings, SLEEP_MAX_S))
+
+    def _post_queued(self) -> int:
+        posted, until = 0, time.monotonic() + POST_SLICE_S
+        while self._queue and not self._guests and (not posted or time.monotonic() < until):
+            with self._change:
+                job = self._queue.popleft()
+                self._running.append(job)
+            if not self._post(job):
+                with self._change:
+                    self._running.remove(job)
+            posted += 1
+        return posted
+
+    def _look(self) -> int:
+        still = [job for job in self._running if self._check(job)]
+        ended = len(self._running) - len(still)
+        with self._change:
+            self._running = still
+            self._change.notify_all()  # stop() may wait for this
+        return ended
+
+    def _post(self, job: Job) -> bool:
+        """Start a job; say whether it is now in flight."""
+        if job.connection.lost:
+            return self._end(job, State.FAILED, job.connection.lost)
+        try:
+            if not len(job.local):  # NIXL knows no empty list
+                if job.notification:
+                    self._agent.send_notif(job.connection.agent, job.notification)
+                return self._end(job, State.DONE)
+            job.request = self._agent.initialize_xfer(
+                job.op.upper(),
+                self._agent.get_xfer_descs(job.local, job.memory_types[0]),
+                self._agent.get_xfer_descs(job.remote, job.memory_types[1]),
+                job.connection.agent,
+                job.notification,
+            )
+        except self.errors as error:  # nothing was posted, so nothing moves
+            if is_disconnect(error):
+                self.connections.lose(job.connection, str(translate(error, "the peer is gone")))
+            return self._end(job, State.FAILED, str(translate(error, f"cannot start {job.op}")))
+        try:
+            job.at_once = self._agent.transfer(job.request) == "DONE"
+        except self.errors as error:
+            self._judge(job, error)
+            return True
+        return not job.at_once or self._end(job, State.DONE)
+
+    def _check(self, job: Job) -> bool:
+        """Look at a job in flight; say whether it still is."""
+        connection = job.connection
+        if connection.lost:
+            if time.monotonic() < connection.lost_at + SETTLE_S:
+                return True
+            return self._end(job, State.FAILED, connection.lost)
+        if job.doubt or job.request is None:
+            return True
+        try:
+            if self._agent.check_xfer_state(job.request) != "DONE":
+                return True
+        except self.errors as error:
+            self._judge(job, error)
+            return True
+        return self._end(job, State.DONE)
+
+    def _judge(self, job: Job, error: Exception) -> None:
+        """A job in flight failed: is its peer gone, or may it still move bytes?"""
+        if is_disconnect(error):
+            self.connections.lose(job.connection, str(translate(error, "the peer is gone")))
+        elif not job.connection.lost:
+            job.doubt = str(translate(error, f"{job.op} with {job.connection.agent}"))
+            logger.warning("%s; it may still move bytes, so it stays pending", job.doubt)
+
+    def _end(self, job: Job, state: State, reason: str = "") -> bool:
+        job.release(self.errors)
+        job.state, job.reason = state, reason
+        with self._change:
+            self.connections.end(job.connection)
+            if job.handle is not None:
+                self._finished.append(job)
+        job.ended.set()
+        return False
+
+    def _collect(self) -> None:
+        try:
+            arrived = self._agent.get_new_notifs()
+        except self.errors as error:
+            logger.warning("%s", translate(error, "collecting notifications"))
+            return
+        with self._change:
+            for sender, payloads in arrived.items():
+                self._notifications.extend(Notification(sender, payload) for payload in payloads)

@@ -1,0 +1,1 @@
+"""KVBridge transport over UCX (not built yet)."""

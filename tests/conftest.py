@@ -1,0 +1,56 @@
+"""What all tests share: how much Hypothesis tries, and which transports must run."""
+
+import os
+from collections.abc import Callable
+from importlib.metadata import entry_points
+
+import pytest
+from hypothesis import settings
+
+from kvbridge.transport import Transport, available_transports, get_transport
+
+# Examples are never timed: a busy machine would make them fail. Nor does CI draw new ones: whether
+# a change goes in must not depend on luck.
+settings.register_profile(
+    "quick", deadline=None, max_examples=50, derandomize=bool(os.environ.get("CI"))
+)
+settings.register_profile("full", deadline=None, max_examples=1000)
+settings.load_profile("quick")
+
+REQUIRED_TRANSPORTS = frozenset(
+    os.environ.get("KVBRIDGE_REQUIRE_TRANSPORTS", "").replace(",", " ").split()
+)
+
+
+@pytest.fixture(scope="session")
+def required_transports() -> frozenset[str]:
+    """The transports that this machine promises to run."""
+    return REQUIRED_TRANSPORTS
+
+
+@pytest.fixture(scope="session")
+def usable_transport() -> Callable[[str], type[Transport]]:
+    """Look a transport up by name; skip the test where it cannot run, fail where it must."""
+    found = available_transports()
+
+    def look_up(name: str) -> type[Transport]:
+        if name in found and found[name].ok:
+            return get_transport(name)
+        reason = f"transport {name!r}: " + (
+            f"{found[name].reason} ({found[name].hint})" if name in found else "not installed"
+        )
+        if name in REQUIRED_TRANSPORTS:
+            pytest.fail(f"{reason}, although KVBRIDGE_REQUIRE_TRANSPORTS lists it")
+        pytest.skip(reason)
+
+    return look_up
+
+
+@pytest.fixture(params=sorted(entry_points(group="kvbridge.transports").names))
+def transport_name(
+    request: pytest.FixtureRequest, usable_transport: Callable[[str], type[Transport]]
+) -> str:
+    """Every installed transport in turn, where it can run."""
+    name: str = request.param
+    usable_transport(name)
+    return name
