@@ -96,7 +96,10 @@ def _option(text: str) -> tuple[str, Any]:
 
 def _run_with_progress(config: DemoConfig) -> DemoReport:
     columns = (TextColumn("{task.description:<26}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
         task = progress.add_task("", total=len(STEPS))
 
         def on_step(step: str) -> None:

@@ -1,0 +1,377 @@
+"""Metadata of ranks: gathered, served, fetched, compared; and everything that can be wrong."""
+
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+import msgspec
+import pytest
+import zmq
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvbridge.errors import (
+    ConfigError,
+    HandshakeError,
+    HandshakeTimeoutError,
+    IncompatibleError,
+    KVBridgeError,
+)
+from kvbridge.handshake import (
+    HandshakeMetadata,
+    HandshakeServer,
+    PPAwareHandshake,
+    RankPayload,
+    check_compatible,
+    factors_of,
+    fetch_metadata,
+    gather_handshake_metadata,
+)
+from kvbridge.handshake.channel import endpoint_of
+from kvbridge.handshake.messages import (
+    MetadataRequest,
+    Release,
+    decode_body,
+    decode_factors,
+    decode_release,
+    decode_reply,
+    decode_request,
+    encode,
+    encode_payload,
+)
+from kvbridge.model import CacheComponent, CacheGroup, LayerCache, RankCache, Region
+
+
+def a_cache(name: str = "kv", dtype: str = "float16", heads: int = 2) -> RankCache:
+    component = CacheComponent(name, dtype, 0, 8, 0, heads, 4, 8, 16, 8 * heads)
+    page = 16 * 8 * heads
+    layer = LayerCache(0, "layers.0", 0, 4096, page, 10, (component,))
+    return RankCache(
+        "engine-a", 0, 0, (layer,), (CacheGroup("attention", 16),), (Region(4096, 10 * page),)
+    )
+
+
+def metadata(pp: int, tp: int, payload: bytes = b"x", engine: str = "e") -> HandshakeMetadata:
+    return HandshakeMetadata(engine, "incarnation-1", pp, tp, payload)
+
+
+# --- gathering ---------------------------------------------------------------------------------
+
+
+def test_gather_merges_workers_and_ignores_those_without_anything() -> None:
+    merged = gather_handshake_metadata(
+        [{(0, 0): metadata(0, 0)}, None, {(1, 0): metadata(1, 0)}], pp_size=2, tp_size=1
+    )
+    assert sorted(merged) == [(0, 0), (1, 0)]
+
+
+def test_gather_accepts_the_same_rank_twice_but_not_with_other_content() -> None:
+    same = {(0, 0): metadata(0, 0)}
+    assert gather_handshake_metadata([same, same]) == same
+    with pytest.raises(HandshakeError, match=r"rank \(0, 0\) with different"):
+        gather_handshake_metadata([same, {(0, 0): metadata(0, 0, b"y")}])
+
+
+@pytest.mark.parametrize(
+    ("results", "sizes", "message"),
+    [
+        ([{(0, 0): metadata(0, 0)}], {"pp_size": 2, "tp_size": 1}, r"\(1, 0\)"),
+        ([{(0, 0): metadata(0, 0)}], {"tp_size": 2}, r"\(0, 1\)"),
+        ([{}], {"pp_size": 1, "tp_size": 1}, r"\(0, 0\)"),
+        ([{(0, 1): metadata(0, 0)}], {}, r"listed under \(0, 1\)"),
+        (
+            [{(0, 0): metadata(0, 0)}, {(0, 1): metadata(0, 1, engine="f")}],
+            {},
+            "several engine ids: 'e'.*'f'",
+        ),
+        (
+            [{(0, 0): metadata(0, 0)}, {(0, 1): replace(metadata(0, 1), incarnation="2")}],
+            {},
+            "several incarnations",
+        ),
+    ],
+)
+def test_gather_refuses(
+    results: list[Mapping[tuple[int, int], HandshakeMetadata]],
+    sizes: dict[str, int],
+    message: str,
+) -> None:
+    with pytest.raises(HandshakeError, match=message):
+        gather_handshake_metadata(results, **sizes)
+
+
+# --- the base class ----------------------------------------------------------------------------
+
+
+class OneStage(PPAwareHandshake):
+    def __init__(self) -> None:
+        self.taken: dict[int, HandshakeMetadata] = {}
+
+    def set_xfer_handshake_metadata(self, metadata: Mapping[int, HandshakeMetadata]) -> None:
+        self.taken = dict(metadata)
+
+
+def test_a_class_of_one_stage_gets_tp_ranks() -> None:
+    handshake = OneStage()
+    handshake.set_xfer_handshake_metadata_pp_aware({(0, 0): metadata(0, 0), (0, 1): metadata(0, 1)})
+    assert handshake.taken == {0: metadata(0, 0), 1: metadata(0, 1)}
+
+
+def test_a_class_of_one_stage_refuses_a_second_one_by_its_name() -> None:
+    handshake = OneStage()
+    with pytest.raises(ValueError, match=r"OneStage.*\(1, 0\)"):
+        handshake.set_xfer_handshake_metadata_pp_aware(
+            {(0, 0): metadata(0, 0), (1, 0): metadata(1, 0)}
+        )
+    assert handshake.taken == {}
+
+
+# --- the wire ----------------------------------------------------------------------------------
+
+
+def test_a_rank_comes_through_the_wire_as_it_was() -> None:
+    cache = a_cache()
+    factors = factors_of(cache, model="m", transport="local")
+    payload = encode_payload(factors, RankPayload(cache, b"agent"))
+    assert decode_factors(payload) == factors
+    assert decode_body(payload) == RankPayload(cache, b"agent")
+
+
+def test_factors_can_be_read_whatever_the_body_is() -> None:
+    payload = msgspec.msgpack.encode(
+        {"wire": [1, 99], "factors": {"model": "m"}, "body": b"\xff from the future", "new": 1}
+    )
+    assert decode_factors(payload) == {"model": "m"}
+    with pytest.raises(HandshakeError, match="rank description"):
+        decode_body(payload)
+
+
+def test_another_major_version_is_refused_with_both_versions() -> None:
+    payload = msgspec.msgpack.encode({"wire": [2, 0], "factors": {}, "body": b""})
+    with pytest.raises(HandshakeError, match=r"2\.0.*1\.0"):
+        decode_factors(payload)
+
+
+def test_a_body_that_describes_an_impossible_cache_is_refused() -> None:
+    cache = msgspec.to_builtins(a_cache())
+    cache["regions"][0]["nbytes"] = 8
+    body = msgspec.msgpack.encode({"cache": cache, "agent_info": b""})
+    payload = msgspec.msgpack.encode({"wire": [1, 0], "factors": {}, "body": body})
+    with pytest.raises(HandshakeError, match="no single region"):
+        decode_body(payload)
+
+
+@given(st.binary(max_size=200))
+def test_noise_raises_nothing_but_our_own_errors(noise: bytes) -> None:
+    for decode in (decode_request, decode_reply, decode_release, decode_factors, decode_body):
+        try:
+            decode(noise)
+        except KVBridgeError:
+            continue
+
+
+@given(st.integers(0, 10_000), st.integers(0, 7))
+def test_a_flipped_bit_raises_nothing_but_our_own_errors(at: int, bit: int) -> None:
+    payload = bytearray(encode_payload({}, RankPayload(a_cache(), b"agent")))
+    payload[at % len(payload)] ^= 1 << bit
+    try:
+        decode_body(bytes(payload))
+    except KVBridgeError:
+        return
+
+
+def test_deeply_nested_data_is_refused() -> None:
+    with pytest.raises(HandshakeError):
+        decode_factors(b"\x91" * 100_000)
+
+
+def test_a_release_without_readers_is_refused() -> None:
+    release = Release("r", "e", "i", (0, 0), readers=0)
+    with pytest.raises(HandshakeError, match="0 readers"):
+        decode_release(encode(release))
+
+
+# --- compatibility -----------------------------------------------------------------------------
+
+
+def test_equal_engines_of_other_shape_are_compatible() -> None:
+    ours = factors_of(a_cache(heads=2), model="m", transport="local")
+    theirs = factors_of(a_cache(heads=1), model="m", transport="local")
+    check_compatible(ours, theirs, peer="p")
+
+
+def test_k_and_v_apart_are_compatible_with_joint_cells() -> None:
+    joint = a_cache()
+    k, v = (
+        replace(joint.layers[0].components[0], name=name, cell_bytes=4, offset=offset)
+        for name, offset in (("k", 0), ("v", 4))
+    )
+    apart = replace(joint, layers=(replace(joint.layers[0], components=(k, v)),))
+    ours = factors_of(joint, model="m", transport="local")
+    check_compatible(ours, factors_of(apart, model="m", transport="local"), peer="p")
+
+
+def test_every_differing_field_is_listed_with_both_values() -> None:
+    """B22, B49, B50: refused at the handshake, naming field and values on both sides."""
+    ours = factors_of(a_cache(dtype="float16"), model="m", transport="local")
+    theirs = factors_of(a_cache(dtype="float8_e4m3"), model="n", transport="nixl")
+    with pytest.raises(IncompatibleError) as caught:
+        check_compatible(ours, {**theirs, "extra": 1}, peer="engine 'p'")
+    assert caught.value.differences == {
+        "dtype": ({"kv": "float16"}, {"kv": "float8_e4m3"}),
+        "extra": (None, 1),
+        "model": ("m", "n"),
+        "transport": ("local", "nixl"),
+    }
+    for text in ("engine 'p'", "'m' here and 'n' there", "float16", "float8_e4m3"):
+        assert text in str(caught.value)
+
+
+# --- the channel -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def server() -> Iterator[HandshakeServer]:
+    server = HandshakeServer()
+    yield server
+    server.close()
+
+
+def test_all_ranks_of_an_engine_are_served_on_one_port(server: HandshakeServer) -> None:
+    ranks = {(pp, tp): metadata(pp, tp) for pp in range(2) for tp in range(2)}
+    server.set_xfer_handshake_metadata_pp_aware(ranks)
+    reply = fetch_metadata(server.host, server.port, timeout_s=5, engine_id="e")
+    assert {data.rank: data for data in reply.ranks} == ranks
+    assert reply.generation == 1
+
+
+def test_publishing_anew_raises_the_generation(server: HandshakeServer) -> None:
+    server.set_xfer_handshake_metadata({0: metadata(0, 0)})
+    server.set_xfer_handshake_metadata({0: metadata(0, 0, b"moved")})
+    reply = fetch_metadata(server.host, server.port, timeout_s=5)
+    assert (reply.generation, reply.ranks[0].payload) == (2, b"moved")
+
+
+def test_a_server_that_has_nothing_yet_says_so(server: HandshakeServer) -> None:
+    with pytest.raises(HandshakeError, match="not published its ranks yet"):
+        fetch_metadata(server.host, server.port, timeout_s=5)
+
+
+def test_b47_the_wrong_engine_behind_an_address_is_named(server: HandshakeServer) -> None:
+    server.set_xfer_handshake_metadata({0: metadata(0, 0, engine="x")})
+    with pytest.raises(HandshakeError, match="'y' was expected here, this is 'x'"):
+        fetch_metadata(server.host, server.port, timeout_s=5, engine_id="y")
+
+
+def test_metadata_under_a_wrong_rank_is_not_served(server: HandshakeServer) -> None:
+    with pytest.raises(HandshakeError, match=r"wrong ranks: \[\(0, 1\)\]"):
+        server.set_xfer_handshake_metadata({1: metadata(0, 0)})
+    with pytest.raises(HandshakeError, match="0 ranks"):
+        server.set_xfer_handshake_metadata({})
+    assert server.generation == 0
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
+def test_b65_every_kind_of_loopback_address_works(host: str) -> None:
+    server = HandshakeServer(host)
+    try:
+        server.set_xfer_handshake_metadata({0: metadata(0, 0)})
+        assert fetch_metadata(host, server.port, timeout_s=5).ranks == (metadata(0, 0),)
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize(
+    ("host", "port", "endpoint"),
+    [
+        ("::1", 5600, "tcp://[::1]:5600"),
+        ("[::1]", 5600, "tcp://[::1]:5600"),
+        ("localhost", 5600, "tcp://localhost:5600"),
+        ("127.0.0.1", 0, "tcp://127.0.0.1:0"),
+    ],
+)
+def test_b65_endpoints(host: str, port: int, endpoint: str) -> None:
+    assert endpoint_of(host, port) == endpoint
+
+
+@pytest.mark.parametrize("port", [-1, 65536])
+def test_a_port_out_of_range_is_refused(port: int) -> None:
+    with pytest.raises(ConfigError, match=str(port)):
+        fetch_metadata("127.0.0.1", port, timeout_s=1)
+
+
+def test_b65_a_port_in_use_is_reported_by_the_constructor(server: HandshakeServer) -> None:
+    with pytest.raises(HandshakeError, match=rf"127\.0\.0\.1:{server.port}.*in use"):
+        HandshakeServer(port=server.port)
+
+
+def test_an_address_that_others_can_reach_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"'0\.0\.0\.0'.*loopback"):
+        HandshakeServer("0.0.0.0")
+
+
+def test_a_peer_that_never_answers_ends_in_a_time_out() -> None:
+    context = zmq.Context()
+    silent = context.socket(zmq.ROUTER)
+    port = silent.bind_to_random_port("tcp://127.0.0.1")
+    try:
+        with pytest.raises(HandshakeTimeoutError, match=f"{port} within 0.2 s"):
+            fetch_metadata("127.0.0.1", port, timeout_s=0.2)
+    finally:
+        context.destroy(linger=0)
+
+
+def test_nobody_listening_ends_in_a_time_out(server: HandshakeServer) -> None:
+    server.close()
+    with pytest.raises(HandshakeTimeoutError):
+        fetch_metadata(server.host, server.port, timeout_s=0.2)
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [b"\x80\x04."],  # a pickle
+        [b"noise" * 1000],
+        [b""],
+        [b"a", b"b", b"c"],
+        [encode(MetadataRequest())[:-3]],
+        [b"\x91" * 50_000],
+    ],
+)
+def test_b68_a_hostile_frame_is_counted_and_the_next_peer_served(
+    server: HandshakeServer, frames: list[bytes]
+) -> None:
+    server.set_xfer_handshake_metadata({0: metadata(0, 0)})
+    context = zmq.Context()
+    try:
+        socket = context.socket(zmq.DEALER)
+        socket.connect(endpoint_of(server.host, server.port))
+        socket.send_multipart(frames)
+        assert fetch_metadata(server.host, server.port, timeout_s=5).ranks
+        socket.poll(200)
+        assert server.refused == 1
+    finally:
+        context.destroy(linger=0)
+
+
+def test_another_wire_version_is_refused_in_words(server: HandshakeServer) -> None:
+    server.set_xfer_handshake_metadata({0: metadata(0, 0)})
+    context = zmq.Context()
+    try:
+        socket = context.socket(zmq.DEALER)
+        socket.connect(endpoint_of(server.host, server.port))
+        socket.send(encode(MetadataRequest(wire=(2, 0))))
+        assert socket.poll(5000)
+        with pytest.raises(HandshakeError, match=r"2\.0.*1\.0"):
+            decode_reply(socket.recv())
+    finally:
+        context.destroy(linger=0)
+
+
+def test_closing_ends_the_thread_and_frees_the_port() -> None:
+    before = threading.active_count()
+    server = HandshakeServer()
+    server.close()
+    server.close()
+    assert threading.active_count() == before
+    HandshakeServer(port=server.port).close()
