@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 import msgspec
 
 from kvbridge.errors import (
-    NotSupportedError,
     PeerLostError,
     TransportError,
     TransportUnavailableError,
@@ -173,8 +172,6 @@ class NixlTransport(Transport):
     ) -> Handle:
         worker = self._ready()
         connection = self._usable(peer)
-        if remote.memory_kind not in MEMORY_TYPES:
-            raise NotSupportedError(f"transport 'nixl' cannot reach {remote.memory_kind!r} memory")
         pinned = self.check_submit(op, peer, local, remote, notification)
         handle = Handle(op, peer, local.total_nbytes, pinned)
         kinds = (MEMORY_TYPES[local.memory_kind], MEMORY_TYPES[remote.memory_kind])

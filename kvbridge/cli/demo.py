@@ -1,6 +1,7 @@
 """``kvbridge demo``: two engines, one prompt, and the proof that nothing was lost on the way."""
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from rich.table import Table
 
 from kvbridge.demo import STEPS, DemoConfig, DemoReport, EngineShape, ModelConfig, run_demo
 from kvbridge.errors import ConfigError
+
+EXIT_TERMINATED = 128 + signal.SIGTERM
 
 _SHAPE_HELP = "as in tp=2,pp=1,page=16,layout=nhd,kv=together; what is left out keeps its default"
 
@@ -50,6 +53,7 @@ def command(**arguments: Any) -> int:
     and every moved byte must be equal. Exits with 1 if anything differs.
     """
     config = _config(**arguments)
+    signal.signal(signal.SIGTERM, _terminated)
     if arguments["as_json"]:
         report = run_demo(config)
         click.echo(json.dumps(report.to_builtins()))
@@ -57,6 +61,11 @@ def command(**arguments: Any) -> int:
         report = _run_with_progress(config)
         _show(report, config, explain=arguments["explain"])
     return 0 if report.equal else 1
+
+
+def _terminated(_signal: int, _frame: object) -> None:
+    """End as after Ctrl-C: the ranks are stopped on the way out."""
+    raise SystemExit(EXIT_TERMINATED)
 
 
 def _config(**given: Any) -> DemoConfig:
@@ -118,7 +127,7 @@ def _show(report: DemoReport, config: DemoConfig, *, explain: bool) -> None:
     console.print(_table(report))
     if explain:
         for plan in report.plans.values():
-            console.print(plan, highlight=False)
+            console.print(plan, highlight=False, markup=False)
     console.print(f"decode engine wrote   {bytes(report.tokens)!r}", highlight=False, markup=False)
     console.print(
         f"one engine writes     {bytes(report.reference)!r}", highlight=False, markup=False

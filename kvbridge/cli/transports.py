@@ -7,6 +7,7 @@ from typing import Any
 import click
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from kvbridge.transport import Availability, available_transports, get_transport
 
@@ -25,8 +26,8 @@ def command(as_json: bool) -> None:
             name,
             "yes" if availability.ok else "no",
             _words(_capabilities(name, availability)),
-            availability.reason,
-            availability.hint,
+            Text(availability.reason),
+            Text(availability.hint),
         )
     Console().print(table)
 

@@ -1,5 +1,6 @@
 """One rank of one demo engine: a process that holds its shard, computes, gives and takes."""
 
+import contextlib
 import os
 import signal
 import threading
@@ -43,8 +44,11 @@ def run_rank(spec: RankSpec, group: Group, control: Connection) -> None:
         while (message := process.next_message(control)) is not None:
             control.send(process.handle(message))
         process.close()
+    except EOFError:
+        return  # the parent is gone
     except (KVBridgeError, ValueError, OSError) as error:
-        control.send(Failed(type(error).__name__, str(error)))
+        with contextlib.suppress(OSError):
+            control.send(Failed(type(error).__name__, str(error)))
 
 
 def _die_with_parent() -> None:

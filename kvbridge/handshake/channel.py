@@ -16,7 +16,6 @@ from kvbridge.handshake.messages import (
     MetadataReply,
     MetadataRequest,
     RefusalReply,
-    Reply,
     decode_reply,
     decode_request,
     encode,
@@ -76,14 +75,13 @@ class HandshakeServer(PPAwareHandshake):
                 f"the handshake channel is not authenticated and would listen on {host!r}; "
                 "use a loopback address such as 127.0.0.1"
             )
-        self._reply: Reply = RefusalReply("the engine has not published its ranks yet, ask again")
-        self._encoded = encode(self._reply)
+        endpoint = endpoint_of(host, port)
+        self._encoded = encode(RefusalReply("the engine has published no ranks yet, ask again"))
         self._engine_id: str | None = None
         self._generation = 0
         self.refused = 0
         self._context = zmq.Context()
         self._socket = _socket(self._context, zmq.ROUTER)
-        endpoint = endpoint_of(host, port)
         try:
             self._socket.bind(endpoint)
         except zmq.ZMQError as error:

@@ -20,7 +20,12 @@ from kvbridge.transport.capabilities import Capabilities
 from kvbridge.transport.descriptors import Descriptors
 from kvbridge.transport.frame import open_agent_info, seal_agent_info
 from kvbridge.transport.memory import LocalMemory, RegionTable
-from kvbridge.transport.registry import available_transports, get_transport, open_transport
+from kvbridge.transport.registry import (
+    TransportChoice,
+    available_transports,
+    get_transport,
+    open_transport,
+)
 
 __all__ = [
     "TRANSPORT_API_VERSION",
@@ -39,6 +44,7 @@ __all__ = [
     "RegionTable",
     "State",
     "Transport",
+    "TransportChoice",
     "TransportConfig",
     "available_transports",
     "get_transport",

@@ -331,6 +331,11 @@ class Transport(ABC):
                 f"{op} with peer {peer.agent}: {len(local)} local and {len(remote)} remote pieces "
                 "differ in number or lengths; both lists must pair up"
             )
+        if remote.memory_kind not in can.memory_kinds:
+            raise NotSupportedError(
+                f"transport {self.name!r} cannot touch {remote.memory_kind!r} memory of peer "
+                f"{peer.agent}; it declares {sorted(can.memory_kinds)}"
+            )
         peer.table.locate(remote, f"peer {peer.agent}")
         return self.memory.pin(local)
 

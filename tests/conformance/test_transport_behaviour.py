@@ -324,10 +324,10 @@ def test_the_owner_survives_its_readers(
 def test_a_passive_owner_may_be_stopped(
     agent: Agent, make_owner: Callable[..., PeerProcess], op: Op
 ) -> None:
-    if not agent.transport.capabilities.owner_passive:
-        pytest.skip("not declared")
     there = make_owner(MIB)
     peer = agent.add(there.address_card)
+    if not peer.capabilities.owner_passive:
+        pytest.skip("not declared for this peer")
     assert agent.wait(agent.submit(op, peer, [(0, 10)], [(0, 10)])).state is State.DONE
     there.signal(signal.SIGSTOP)
     try:

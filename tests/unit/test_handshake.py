@@ -253,7 +253,7 @@ def test_publishing_anew_raises_the_generation(server: HandshakeServer) -> None:
 
 
 def test_a_server_that_has_nothing_yet_says_so(server: HandshakeServer) -> None:
-    with pytest.raises(HandshakeError, match="not published its ranks yet"):
+    with pytest.raises(HandshakeError, match="published no ranks yet"):
         fetch_metadata(server.host, server.port, timeout_s=5)
 
 

@@ -1,0 +1,72 @@
+# `make demo` and `make test` are all a newcomer needs: both create .venv and install into it.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+CONSTRAINTS := requirements/constraints.txt
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS)
+
+# What the transports that the tests run need from Debian. So far: nothing.
+DEBIAN_PACKAGES :=
+
+DEMO_ARGS ?=
+PYTEST_ARGS ?=
+
+# Stamps live inside the environment, so removing it removes them.
+CORE := $(VENV)/.installed-core
+ALL := $(VENV)/.installed-all
+
+.DELETE_ON_ERROR:
+.PHONY: demo test test-full soak lint types docs wheel-check bench clean debian-packages
+
+demo: $(CORE)
+	$(BIN)/kvbridge demo $(DEMO_ARGS)
+
+test: $(ALL) debian-packages
+	$(BIN)/pytest -m "not full and not soak" $(PYTEST_ARGS)
+
+test-full: $(ALL) debian-packages
+	$(BIN)/pytest -m "not soak" --hypothesis-profile=full $(PYTEST_ARGS)
+
+# pytest ends with 5 when it has found no test.
+soak: $(ALL) debian-packages
+	@$(BIN)/pytest -m soak $(PYTEST_ARGS); status=$$?; \
+	if [ $$status -eq 5 ]; then echo "no soak tests exist yet"; exit 0; fi; exit $$status
+
+lint: $(ALL)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/lint-imports
+
+types: $(ALL)
+	$(BIN)/mypy
+
+docs: $(ALL)
+	$(BIN)/sphinx-build -W -n --keep-going -b html docs docs/_build/html
+
+wheel-check: $(ALL)
+	.ci/wheel-check $(BIN)/python
+
+bench: $(ALL)
+	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script; done
+
+clean:
+	rm -rf $(VENV) build dist docs/_build .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+debian-packages:
+	@.ci/debian-packages $(DEBIAN_PACKAGES)
+
+# pip is what `python -m venv` makes last: without it the environment is not whole.
+$(BIN)/pip:
+	$(PYTHON) -m venv $(VENV)
+
+$(CORE): pyproject.toml $(CONSTRAINTS) | $(BIN)/pip
+	$(PIP_INSTALL) --editable .
+	@touch $@
+
+# nixl-cu12 declares torch, which brings several GB of CUDA, and needs only numpy: hence --no-deps.
+$(ALL): $(CORE)
+	$(PIP_INSTALL) --editable ".[testing,docs,dev]"
+	$(PIP_INSTALL) --no-deps nixl-cu12
+	@touch $@

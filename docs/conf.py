@@ -1,0 +1,55 @@
+"""How the documentation is built."""
+
+from importlib.metadata import version as installed_version
+
+from docutils.nodes import Element, TextElement
+from sphinx.addnodes import pending_xref
+from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
+
+project = "KVBridge"
+copyright = "The KVBridge authors"  # noqa: A001  (the name is Sphinx's)
+version = release = installed_version("kvbridge")
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_click"]
+exclude_patterns = ["_build"]
+html_theme = "furo"
+html_title = project
+myst_enable_extensions = ["colon_fence"]
+myst_heading_anchors = 3
+
+autodoc_default_options = {"members": True, "show-inheritance": True}
+autodoc_member_order = "bysource"
+autodoc_typehints = "description"
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True  # an attribute that also has a value would be described twice otherwise
+
+# Names of other projects are not looked up: the build must not depend on other sites being there.
+# Nor do type variables have a page.
+nitpick_ignore_regex = [("py:.*", r"(?!kvbridge).*"), ("py:class", r"kvbridge\..*\.\w+T")]
+
+
+def link_to_public_name(
+    app: Sphinx, env: BuildEnvironment, node: pending_xref, content: TextElement
+) -> Element | None:
+    """Resolve ``kvbridge.model.memory.Region`` to ``kvbridge.model.Region``.
+
+    Type hints name the module that defines a class; users import it from the package around it.
+    """
+    parts = node.get("reftarget", "").split(".")
+    if node.get("refdomain") != "py" or parts[0] != "kvbridge":
+        return None
+    domain = env.domains.python_domain
+    for end in range(len(parts) - 2, 0, -1):
+        public = ".".join([*parts[:end], parts[-1]])
+        if public in domain.objects:
+            return domain.resolve_xref(
+                env, node["refdoc"], app.builder, "obj", public, node, content
+            )
+    return None
+
+
+def setup(app: Sphinx) -> None:
+    """Called by Sphinx."""
+    app.connect("missing-reference", link_to_public_name)

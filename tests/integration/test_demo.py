@@ -1,0 +1,233 @@
+"""The demo as a user runs it: every pair of shapes, every mistake, and ranks that die."""
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from kvbridge.cli import main
+
+SMALL = ["--layers", "2", "--tokens", "4"]
+STARTED_S = 60
+GONE_S = 20
+
+PAIRS = {
+    "tp2 to tp4": ["--prefill", "tp=2", "--decode", "tp=4"],
+    "tp4 to tp2": ["--prefill", "tp=4", "--decode", "tp=2"],
+    "tp2 pp2 to tp1": ["--prefill", "tp=2,pp=2", "--decode", "tp=1"],
+    "tp3 to tp2 with 6 heads": ["--prefill", "tp=3", "--decode", "tp=2", "--heads", "6"],
+    "tp8 to tp2 with 4 heads": ["--prefill", "tp=8", "--decode", "tp=2", "--heads", "4"],
+    "nhd to hnd": ["--prefill", "layout=nhd", "--decode", "layout=hnd"],
+    "tp1 to pp2": ["--prefill", "tp=1", "--decode", "pp=2", "--layers", "3"],
+    "apart to together": ["--prefill", "kv=apart,page=8", "--decode", "kv=together,page=12"],
+}
+QUICK_PAIRS = {"tp3 to tp2 with 6 heads", "tp1 to pp2"}
+
+
+@pytest.mark.parametrize(
+    "pair", [name if name in QUICK_PAIRS else pytest.param(name, marks=pytest.mark.full)
+             for name in PAIRS]
+)  # fmt: skip
+@pytest.mark.timeout(240)
+def test_every_pair_of_shapes_is_equal(
+    pair: str, transport_name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    status = main(["demo", "--transport", transport_name, *SMALL, *PAIRS[pair], "--json"])
+    report = json.loads(capfd.readouterr().out)
+    assert status == 0, report
+    assert report["equal"] is True
+    assert report["tokens"] == report["reference"]
+    assert len(report["tokens"]) == 4
+    assert report["transport"] == transport_name
+    for rank in report["ranks"]:
+        assert rank["seconds"] > 0
+        assert sum(read["nbytes"] for read in rank["reads"]) > 0
+        for read in rank["reads"]:
+            assert 1 <= read["merged"] <= read["copies"]
+
+
+def test_a_prompt_of_one_byte_moves_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    prompt = tmp_path / "prompt"
+    prompt.write_bytes(b"?")
+    assert main(["demo", *SMALL, "--prefill", "tp=1", "--decode", "tp=1",
+                 "--prompt-file", str(prompt), "--json"]) == 0  # fmt: skip
+    report = json.loads(capfd.readouterr().out)
+    assert (report["equal"], report["ranks"][0]["reads"]) == (True, [])
+
+
+def test_people_get_a_table_and_a_verdict(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", *SMALL, "--prefill", "tp=1", "--decode", "tp=1", "--explain"]) == 0
+    shown = capfd.readouterr().out
+    for words in ("decode rank", "merged", "GB/s", "pp 0 tp 0", "reads from 1 ranks", "equal"):
+        assert words in shown
+
+
+# --- mistakes ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--transport", "nixi"], "did you mean 'nixl'? found: local"),
+        (["--option", "slice=1"], "unknown option 'slice'"),
+        (["--option", "nonsense"], "KEY=VALUE"),
+        (["--heads", "0"], "kv_heads is 0; it must be >= 1"),
+        (["--heads", "two"], "'two' is not a valid integer"),
+        (["--layers", "2", "--prefill", "pp=3"], "pp=3 is not possible: the model has only 2"),
+        (["--layers", "0"], "layers is 0"),
+        (["--prefill", "tp=0"], "tp=0 is not possible"),
+        (["--prefill", "tp=2,colour=red"], "unknown key 'colour'"),
+        (["--decode", "page=-1"], "page=-1 is not possible"),
+        (["--decode", "layout=dnh"], "allowed: nhd or hnd"),
+        (["--tokens", "0"], "tokens 0 must be >= 1"),
+        (["--prompt-file", "/nowhere/at/all"], "No such file"),
+        (["--prompt-file", "/dev/null"], "the prompt has 0 bytes"),
+        (["--port", "70000"], "port 70000"),
+        (["--timeout", "-1"], "timeout -1"),
+        (["--no-such-option"], "--no-such-option"),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_2(
+    words: list[str], message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["demo", *words]) == 2
+    said = capfd.readouterr()
+    assert said.out == ""
+    assert message in said.err
+    assert said.err.startswith("kvbridge: error: ")
+    assert said.err.count("\n") == 1
+
+    assert main(["demo", *words, "--json"]) == 2
+    error = json.loads(capfd.readouterr().out)
+    assert set(error) == {"error", "message"}
+    assert message in error["message"]
+
+
+def test_a_port_in_use_is_one_line_and_status_2(capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["demo", "--port", str(port)]) == 2
+    assert f"cannot listen on tcp://127.0.0.1:{port}" in capfd.readouterr().err
+
+
+def test_an_unknown_command_is_one_line_and_status_2(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["dmeo"]) == 2
+    assert capfd.readouterr().err.count("\n") == 1
+
+
+# --- what goes wrong while it runs -------------------------------------------------------------
+
+
+class Running:
+    """A demo in a process of its own, that goes on until something ends it."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        prompt = tmp_path / "prompt"
+        prompt.write_bytes(b"to be continued " * 60)
+        command = [sys.executable, "-m", "kvbridge.cli", "demo", "--prefill", "tp=2",
+                   "--decode", "tp=2", "--tokens", "1000000", "--prompt-file", str(prompt),
+                   "--timeout", "15"]  # fmt: skip
+        self.files_before = set(shared_files())
+        self.process = psutil.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        self.ranks = self._wait_for_ranks(5)
+
+    def _wait_for_ranks(self, count: int) -> list[psutil.Process]:
+        deadline_s = time.monotonic() + STARTED_S
+        while time.monotonic() < deadline_s:
+            ranks = [
+                child
+                for child in self.process.children()
+                if any("spawn_main" in word for word in child.cmdline())
+            ]
+            if len(ranks) == count and all(child.num_threads() > 2 for child in ranks):
+                return sorted(ranks, key=lambda rank: rank.pid)  # prefill first
+            time.sleep(0.1)
+        raise AssertionError(f"{count} ranks did not come up: {self.process.children()}")
+
+    def end(self) -> tuple[int, str]:
+        """Wait until the demo has ended by itself; return its status and what it complained of."""
+        _, complaint = self.process.communicate(timeout=120)
+        return self.process.returncode, complaint
+
+    def assert_nothing_left(self) -> None:
+        _, alive = psutil.wait_procs(self.ranks, timeout=GONE_S)
+        assert alive == []
+        assert set(shared_files()) <= self.files_before
+
+
+def shared_files() -> list[str]:
+    return [path.name for path in Path("/dev/shm").iterdir() if "kvbridge" in path.name]
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[Running]:
+    demo = Running(tmp_path)
+    yield demo
+    for process in [demo.process, *demo.ranks]:
+        if process.is_running():
+            process.kill()
+    demo.process.communicate()
+
+
+@pytest.mark.timeout(180)
+def test_a_rank_that_is_killed_ends_the_demo_in_one_line(running: Running) -> None:
+    running.ranks[0].kill()
+    status, complaint = running.end()
+    assert status == 2
+    assert "Traceback" not in complaint
+    assert "kvbridge: error: " in complaint
+    running.assert_nothing_left()
+
+
+@pytest.mark.timeout(180)
+def test_a_rank_that_never_answers_ends_the_demo_in_one_line(running: Running) -> None:
+    running.ranks[0].suspend()
+    status, complaint = running.end()
+    assert status == 2
+    assert "Traceback" not in complaint
+    assert "kvbridge: error: " in complaint
+    running.assert_nothing_left()
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_demo_leaves_nothing(running: Running, sent: signal.Signals) -> None:
+    running.process.send_signal(sent)
+    status, complaint = running.end()
+    assert status not in (0, 1)
+    assert "Traceback" not in complaint
+    running.assert_nothing_left()
+
+
+@pytest.mark.timeout(180)
+def test_a_killed_demo_leaves_nothing(running: Running) -> None:
+    running.process.kill()
+    running.end()
+    running.assert_nothing_left()
+
+
+# --- what is there -----------------------------------------------------------------------------
+
+
+def test_transports_are_listed(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["transports", "--json"]) == 0
+    entries: dict[str, Any] = {e["name"]: e for e in json.loads(capfd.readouterr().out)}
+    assert {"local", "nixl"} <= set(entries)
+    local = entries["local"]
+    assert set(local) == {"name", "ok", "reason", "hint", "capabilities"}
+    assert local["ok"] is True
+    assert local["capabilities"]["read"] is True
+    assert main(["transports"]) == 0
+    assert "local" in capfd.readouterr().out
