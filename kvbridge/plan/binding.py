@@ -13,12 +13,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvbridge.errors import CoverageError, PlanError
-from kvbridge.model import LayerCache, Rank, RankCache
+from kvbridge.model import CacheGroup, LayerCache, Rank, RankCache
 from kvbridge.plan.components import component_of
 from kvbridge.plan.values import Grid, Int64Array, RegionPlan
 
 if TYPE_CHECKING:
     from kvbridge.plan.plan import EngineTransferPlan
+
+
+Seams = tuple[Int64Array, Int64Array]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,12 +80,14 @@ class RankBinding:
 
     Attributes:
         rank: The remote rank.
+        seams: Addresses where regions abut, here and there; no piece crosses one.
         streams: Patterns that move every page by themselves.
         partial: Patterns that move only parts of pages; their whole pages are in ``whole``.
         whole: Whole pages that are one piece or less.
     """
 
     rank: Rank
+    seams: Seams
     streams: tuple[Stream, ...]
     partial: tuple[Stream, ...]
     whole: tuple[WholePages, ...]
@@ -131,9 +136,9 @@ def bind_plan(
                 held = layer.page_count // grid.pages_per_block
                 count[grid.group] = min(held, count.get(grid.group, held))
             key = (region.local, region.remote, region.unit_count, region.cell_bytes)
-            bases[key].append(_bases(region, *pair))
+            bases[key].append(_bases(region, pair, (local.groups, remote.groups)))
         streams = [_stream(key, pairs) for key, pairs in bases.items()]
-        ranks.append(_arrange(source.rank, streams))
+        ranks.append(_arrange(source.rank, streams, (_seams(local), _seams(remote))))
     return Binding(tuple(ranks), *blocks, destination_is_local=plan.direction == "read")
 
 
@@ -150,25 +155,32 @@ def _pair(
     return ours[region.key], theirs[region.key]
 
 
-def _bases(region: RegionPlan, local: LayerCache, remote: LayerCache) -> tuple[int, int]:
+def _bases(
+    region: RegionPlan,
+    layers: tuple[LayerCache, LayerCache],
+    groups: tuple[tuple[CacheGroup, ...], tuple[CacheGroup, ...]],
+) -> tuple[int, int]:
     """Return the addresses of a region's first cell, after checking that the shapes agree."""
     result = []
-    pair = component_of(region.component, local, remote)
-    for layer, component, grid in zip(
-        (local, remote), pair, (region.local, region.remote), strict=True
+    pair = component_of(region.component, *layers)
+    for layer, component, grid, table in zip(
+        layers, pair, (region.local, region.remote), groups, strict=True
     ):
         held = (
             layer.group, layer.page_stride, component.token_count,
+            table[layer.group].pages_per_block,
             component.unit_stride, component.token_stride, component.cell_bytes,
         )  # fmt: skip
         planned = (
             grid.group, grid.page_stride, grid.page_tokens,
+            grid.pages_per_block,
             grid.unit_stride, grid.token_stride, region.cell_bytes,
         )  # fmt: skip
         if held != planned:
             raise PlanError(
                 f"layer {region.key}, component {region.component!r}: (group, page stride, tokens "
-                f"a page, unit stride, token stride, cell bytes) are {held}, the plan has {planned}"
+                "a page, pages a block, unit stride, token stride, cell bytes) are "
+                f"{held}, the plan has {planned}"
             )
         if region.unit_start < component.unit_start or component.unit_end < region.unit_end:
             raise CoverageError(
@@ -216,7 +228,14 @@ def one_piece(cell_bytes: int, *axes: tuple[int, int, int]) -> int:
     return nbytes
 
 
-def _arrange(rank: Rank, streams: list[Stream]) -> RankBinding:
+def _seams(cache: RankCache) -> Int64Array:
+    """Return where one region begins at another's end: memory that touches, registered apart."""
+    ends = {region.end for region in cache.regions}
+    starts = sorted(region.address for region in cache.regions if region.address in ends)
+    return np.array(starts, np.uint64).view(np.int64)
+
+
+def _arrange(rank: Rank, streams: list[Stream], seams: Seams) -> RankBinding:
     """Find whole pages that are one piece, and fuse across streams the regions that touch."""
     alike: dict[tuple[int, ...], list[Stream]] = defaultdict(list)
     alone = [stream for stream in streams if not stream.page_bytes]
@@ -231,7 +250,7 @@ def _arrange(rank: Rank, streams: list[Stream]) -> RankBinding:
     partial: list[Stream] = []
     whole: list[WholePages] = []
     for members in alike.values():
-        together = _fused(members)
+        together = _fused(members, seams)
         if together.local_base.size == together.region_count:
             # Nothing touches. Rows of tokens then do better alone: a part of a page joins the
             # whole page before it.
@@ -241,31 +260,37 @@ def _arrange(rank: Rank, streams: list[Stream]) -> RankBinding:
             rest = members
         if rest:
             partial += rest
-            whole.append(_fused(rest))
-    return RankBinding(rank, tuple(alone), tuple(partial), tuple(whole))
+            whole.append(_fused(rest, seams))
+    return RankBinding(rank, seams, tuple(alone), tuple(partial), tuple(whole))
 
 
-def _fused(members: list[Stream]) -> WholePages:
+def _fused(members: list[Stream], seams: Seams) -> WholePages:
     local = np.concatenate([stream.local_base for stream in members])
     remote = np.concatenate([stream.remote_base for stream in members])
     nbytes = np.concatenate(
         [np.full(stream.local_base.size, stream.page_bytes, np.int64) for stream in members]
     )
     order = np.argsort(local, kind="stable")
-    runs = merge_runs(local[order], remote[order], nbytes[order])
+    runs = merge_runs(local[order], remote[order], nbytes[order], seams)
     return WholePages(members[0].local, members[0].remote, *runs, region_count=local.size)
 
 
 def merge_runs(
-    local: Int64Array, remote: Int64Array, nbytes: Int64Array
+    local: Int64Array,
+    remote: Int64Array,
+    nbytes: Int64Array,
+    seams: Seams | None = None,
 ) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """Join neighbouring pieces that touch on both sides.
+    """Join neighbouring pieces that touch on both sides, except across seams.
 
     Shape: all [N] int64, in the order in which they should be joined.
     """
     if local.size < 2:
         return local, remote, nbytes
     apart = (local[1:] - local[:-1] != nbytes[:-1]) | (remote[1:] - remote[:-1] != nbytes[:-1])
+    for side, seam in zip((local, remote), seams or (), strict=False):
+        if seam.size:
+            apart |= np.isin(side[1:], seam)
     starts = np.flatnonzero(apart)
     if starts.size == local.size - 1:
         return local, remote, nbytes

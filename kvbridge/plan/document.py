@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import Counter, defaultdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 DOCUMENT_VERSION = 1
 
+GridIndex = Annotated[int, msgspec.Meta(ge=0)]
+
 
 class _Regions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Regions that differ in their layer alone; grids are indices into the document's list."""
@@ -23,8 +25,8 @@ class _Regions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     component: str
     units: tuple[int, int]
     cell_bytes: int
-    local: int
-    remote: int
+    local: GridIndex
+    remote: GridIndex
     layers: tuple[LayerKey, ...]
 
 

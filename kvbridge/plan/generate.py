@@ -1,9 +1,18 @@
 """From two engines' caches to the plan of one rank."""
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 from kvbridge.errors import PlanError, UnsupportedLayoutError
-from kvbridge.model import CacheComponent, CacheGroup, LayerCache, Rank, RankCache, TransferTopology
+from kvbridge.model import (
+    CacheComponent,
+    CacheGroup,
+    LayerCache,
+    LayerKey,
+    Rank,
+    RankCache,
+    TransferTopology,
+)
 from kvbridge.plan.components import component_of
 from kvbridge.plan.ownership import (
     Edge,
@@ -218,12 +227,15 @@ def _needs(local: RankCache, groups: list[EdgeGroup], reading: bool) -> tuple[Ne
     needs: list[Need] = []
     if reading:
         served = {key for group in groups for key in group.layers}
-        parts = {edge.component for _, edge in _local_edges(groups, local, reading)}
+        parts: dict[LayerKey, set[str]] = defaultdict(set)
+        for group, edge in _local_edges(groups, local, reading):
+            for key in group.layers:
+                parts[key].add(edge.component)
         for layer in local.layers:
             if layer.key not in served:
                 continue
             for c in layer.components:
-                names = ("k", "v") if c.name == "kv" and "kv" not in parts else (c.name,)
+                names = ("k", "v") if c.name == "kv" and "kv" not in parts[layer.key] else (c.name,)
                 needs += (
                     Need(local.rank, layer.layer, layer.name, name, c.unit_start, c.unit_end)
                     for name in names

@@ -93,9 +93,17 @@ def _lower_rank(rank: RankBinding, segments_of: _SegmentsOf) -> TransferBatch:
         count += _extend(pieces, stream, segments)
     for stream in rank.streams:
         count += _extend(pieces, stream, segments_of(stream.local, stream.remote))
+    if not pieces:  # every block of the destination is null
+        return TransferBatch(rank.rank, *np.empty((3, 0), np.uint64))
     local, remote, nbytes = (
         pieces[0] if len(pieces) == 1 else map(np.concatenate, zip(*pieces, strict=True))
     )
+    # Neighbours may come from different streams, or from the two ends of neighbouring regions.
+    address = local.view(np.uint64)
+    if (address[1:] < address[:-1]).any():
+        order = np.argsort(address, kind="stable")
+        local, remote, nbytes = local[order], remote[order], nbytes[order]
+    local, remote, nbytes = merge_runs(local, remote, nbytes, rank.seams)
     return TransferBatch(
         rank.rank,
         local.view(np.uint64),
@@ -136,22 +144,13 @@ def _whole(whole: WholePages, segments: Segments) -> Pieces:
 
 
 def _outer(local_base: Int64Array, remote_base: Int64Array, runs: Pieces) -> Pieces:
-    """Repeat runs for every base address, and join those of neighbouring bases that touch."""
+    """Repeat runs for every base address."""
     here, there, nbytes = runs
-    pieces = (
+    return (
         (local_base[:, None] + here).ravel(),
         (remote_base[:, None] + there).ravel(),
         np.broadcast_to(nbytes, (local_base.size, nbytes.size)).ravel(),
     )
-    if local_base.size > 1 and here.size:
-        # The last run of one base against the first of the next: all other neighbours are known.
-        step = nbytes[-1] + here[-1] - here[0]
-        touch = (np.diff(local_base) == step) & (
-            np.diff(remote_base) == nbytes[-1] + there[-1] - there[0]
-        )
-        if touch.any():
-            return merge_runs(*pieces)
-    return pieces
 
 
 def _pattern(stream: Stream, segments: Segments, tokens: int) -> Pieces:

@@ -1,0 +1,177 @@
+"""Plans of random pairs of engines, against an oracle that knows nothing of plans."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from kvbridge.model import Rank
+from kvbridge.plan import BlockTable, EngineTransferPlan, TransferBatch
+from tests.property.oracle import (
+    DIRECTIONS,
+    NULL,
+    Case,
+    Engine,
+    Layout,
+    Model,
+    Paging,
+    Tables,
+    World,
+    cases,
+)
+
+# One part is the quick tier. A test may not run for more than 90 seconds, so more of them are
+# more parts, each of which draws for itself.
+PARTS = [0, *(pytest.param(part, marks=pytest.mark.full) for part in range(1, 20))]
+in_parts = pytest.mark.parametrize("part", PARTS)
+pytestmark = pytest.mark.timeout(85)
+many = settings(max_examples=300)
+some = settings(max_examples=60)
+
+
+@in_parts
+@many
+@given(case=cases())
+def test_every_needed_byte_is_moved_exactly_once_and_nothing_else_is_touched(
+    part: int, case: Case
+) -> None:
+    world = World(case)
+    lowered = {rank: world.lower(plan) for rank, plan in world.plans().items()}
+    world.move(lowered)
+    for rank, batches in lowered.items():
+        for batch in batches:
+            assert batch.nbytes.size <= batch.piece_count
+            assert not touching(batch, world, rank)
+
+
+def touching(batch: TransferBatch, world: World, rank: Rank) -> list[tuple[int, ...]]:
+    """Return the pieces that go on, on both sides and within a region, where another one ends."""
+    order = np.argsort(batch.local_address)
+    pieces = [
+        (int(batch.local_address[i]), int(batch.remote_address[i]), int(batch.nbytes[i]))
+        for i in order
+    ]
+    memories = (world.ours.ranks[rank], world.theirs.ranks[batch.remote_rank])
+    seams = {region.address for memory in memories for region in memory.regions}
+    return [
+        after
+        for (here, there, nbytes), after in pairwise(pieces)
+        if (here + nbytes, there + nbytes) == after[:2] and seams.isdisjoint(after[:2])
+    ]
+
+
+# What the oracle has found, kept.
+
+
+def move(case: Case) -> World:
+    world = World(case)
+    world.move({rank: world.lower(plan) for rank, plan in world.plans().items()})
+    return world
+
+
+@pytest.mark.parametrize("layout", [Layout("BNHC", gap=0), Layout("BHNC", apart=True, gap=0)])
+def test_a_piece_does_not_reach_over_the_seam_of_two_regions(layout: Layout) -> None:
+    """Memory of two layers, or of K and V, may touch and yet be registered apart."""
+    engine = Engine(((0, 2),), (2,), layout=layout, blocks=2)
+    tables = Tables({(False, 0): BlockTable([0, 1])})
+    move(Case(Model((False, False), 2), engine, engine, tables, tables, 0, 8))
+
+
+def test_a_table_of_nothing_but_null_blocks_moves_nothing() -> None:
+    producer = Engine(((0, 2),), (1,), pagings=(Paging(3),))
+    consumer = Engine(((0, 2),), (1,), pagings=(Paging(4),), layout=Layout("BKHNC"))
+    world = move(
+        Case(
+            Model((False,), 2),
+            producer,
+            consumer,
+            Tables({(False, 0): BlockTable([0, 1])}),
+            Tables({(False, 0): BlockTable([NULL], null_block_id=NULL)}),
+            0,
+            4,
+        )
+    )
+    assert world.lower(world.plan((0, 0))) == []
+
+
+def test_layers_may_differ_in_whether_k_and_v_are_apart() -> None:
+    """With pages of one token K and V are neighbours: one component in this layer, two in that."""
+    model = Model((False, False), 2)
+    producer = Engine(((0, 2),), (2,), (Paging(4), Paging(1)), Layout("BHKNC"))
+    consumer = Engine(((0, 2),), (2,), (Paging(4),), Layout("BHNKC"))
+    tables = Tables({(False, 0): BlockTable([0]), (False, 1): BlockTable(range(4))})
+    for direction in DIRECTIONS:
+        move(Case(model, producer, consumer, tables, tables, 0, 4, direction))
+
+
+@in_parts
+@some
+@given(case=cases())
+def test_a_batch_has_the_bytes_of_all_its_tokens(part: int, case: Case) -> None:
+    tables = case.consumer_tables.of_group.values()
+    if any(table.null_block_id is not None for table in tables):
+        return
+    world = World(case)
+    tokens = case.end - case.start
+    for plan in world.plans().values():
+        due = {s.rank: tokens * sum(r.nbytes_per_token for r in s.regions) for s in plan.sources}
+        moved = {batch.remote_rank: batch.total_nbytes for batch in world.lower(plan)}
+        assert moved == {rank: nbytes for rank, nbytes in due.items() if nbytes}
+
+
+@in_parts
+@some
+@given(case=cases())
+def test_all_our_ranks_agree_on_who_reports_to_whom(part: int, case: Case) -> None:
+    world = World(case)
+    plans = world.plans()
+    carried = {rank: [s.rank for s in plan.sources] for rank, plan in plans.items()}
+    for remote in world.theirs.ranks:
+        readers = [rank for rank in plans if remote in carried[rank]]
+        tellers = [rank for rank, plan in plans.items() if remote in plan.notify_only]
+        assert len(tellers) == (0 if readers else 1)
+        assert {plan.readers[remote] for plan in plans.values()} == {len(readers) + len(tellers)}
+    for plan in plans.values():
+        assert set(plan.readers) == set(world.theirs.ranks)
+
+
+@in_parts
+@some
+@given(case=cases())
+def test_a_plan_survives_its_json(part: int, case: Case) -> None:
+    world = World(case)
+    for rank, plan in world.plans().items():
+        copy = EngineTransferPlan.from_json(plan.to_json())
+        assert copy == plan
+        assert hash(copy) == hash(plan)
+        assert copy.fingerprint == plan.fingerprint
+        assert copy.binding is None
+        bound = copy.bind(world.ours.ranks[rank].cache, world.theirs.caches)
+        assert as_lists(world.lower(bound)) == as_lists(world.lower(plan))
+
+
+@in_parts
+@some
+@given(case=cases())
+def test_addresses_are_no_part_of_a_plan(part: int, case: Case) -> None:
+    moved = replace(
+        case,
+        producer=replace(case.producer, base=case.producer.base + 8192),
+        consumer=replace(case.consumer, base=case.consumer.base + 4096),
+    )
+    here, there = World(case), World(moved)
+    for rank, plan in here.plans().items():
+        other = there.plan(rank)
+        assert other == plan
+        assert other.to_json() == plan.to_json()
+        rebound = plan.bind(there.ours.ranks[rank].cache, there.theirs.caches)
+        assert as_lists(there.lower(rebound)) == as_lists(there.lower(other))
+
+
+def as_lists(batches: list[TransferBatch]) -> list[object]:
+    return [
+        (b.remote_rank, b.local_address.tolist(), b.remote_address.tolist(), b.nbytes.tolist())
+        for b in batches
+    ]

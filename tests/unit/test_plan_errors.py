@@ -1,0 +1,456 @@
+"""Bad inputs of the planner: each is refused with its own error, which names what disagrees."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvbridge.errors import (
+    BlockTableError,
+    CoverageError,
+    PlanError,
+    UnboundPlanError,
+    UnsupportedLayoutError,
+)
+from kvbridge.model import CacheGroup, LayerCache, Rank, RankCache
+from kvbridge.plan import (
+    BlockTable,
+    EngineTransferPlan,
+    PlanOptions,
+    generate_engine_transfer_plan,
+)
+from tests.property.oracle import Engine, Fleet, Layout, Model, Paging, even_shares
+
+MODEL = Model(latent=(False, False), heads=4, content=1)
+
+
+def fleet(name: str, tp: int = 1, **changes: Any) -> Fleet:
+    stages = changes.pop("stages", (len(MODEL.latent),))
+    return Fleet(MODEL, Engine(even_shares(MODEL.heads, tp), stages, **changes), name)
+
+
+THERE = fleet("there", 2)
+HERE = fleet("here", 2)
+
+
+def generate(
+    rank: Rank = (0, 0),
+    *,
+    ours: Fleet = HERE,
+    local: RankCache | None = None,
+    remotes: Mapping[Rank, RankCache] | None = None,
+    **arguments: Any,
+) -> EngineTransferPlan:
+    return generate_engine_transfer_plan(
+        ours.topology(rank),
+        ours.ranks[rank].cache if local is None else local,
+        THERE.caches if remotes is None else remotes,
+        **arguments,
+    )
+
+
+def with_layers(cache: RankCache, change: Callable[[LayerCache], LayerCache]) -> RankCache:
+    return replace(cache, layers=tuple(change(layer) for layer in cache.layers))
+
+
+# --- engines that contradict themselves ----------------------------------------------------------
+
+
+def test_every_remote_rank_is_needed() -> None:
+    with pytest.raises(PlanError, match="remote engine has no ranks"):
+        generate(remotes={})
+    with pytest.raises(PlanError, match=r"2 ranks, but these are missing: \[\(0, 0\)\]"):
+        generate(remotes={(0, 1): THERE.caches[0, 1]})
+
+
+def test_remote_ranks_are_of_one_engine() -> None:
+    remotes = THERE.caches
+    remotes[0, 1] = replace(remotes[0, 1], engine_id="elsewhere")
+    with pytest.raises(PlanError, match=r"several engine ids: \['elsewhere', 'there'\]"):
+        generate(remotes=remotes)
+
+
+def test_remote_ranks_stand_under_their_own_coordinate() -> None:
+    remotes = THERE.caches
+    remotes[0, 0], remotes[0, 1] = remotes[0, 1], remotes[0, 0]
+    with pytest.raises(
+        PlanError, match=r"lists engine 'there' rank \(pp 0, tp 1\) under rank \(0, 0\)"
+    ):
+        generate(remotes=remotes)
+
+
+def test_remote_ranks_share_their_cache_groups() -> None:
+    remotes = THERE.caches
+    extra = CacheGroup("attention", 8)
+    remotes[0, 1] = replace(remotes[0, 1], groups=(*remotes[0, 1].groups, extra))
+    with pytest.raises(PlanError, match="different cache groups"):
+        generate(remotes=remotes)
+
+
+def test_local_cache_is_that_of_the_topology() -> None:
+    with pytest.raises(PlanError, match=r"tp 1\) is not the topology's rank \(pp 0, tp 0\)"):
+        generate(local=HERE.caches[0, 1])
+    with pytest.raises(PlanError, match="belongs to engine 'other', the topology to 'here'"):
+        generate(local=replace(HERE.caches[0, 0], engine_id="other"))
+
+
+def test_local_engine_does_not_contradict_the_local_rank() -> None:
+    caches = HERE.caches
+    with pytest.raises(PlanError, match=r"local engine has .* missing: \[\(0, 0\)\]"):
+        generate(local_engine={(0, 1): caches[0, 1]})
+    with pytest.raises(PlanError, match="local engine has no ranks"):
+        generate(local_engine={})
+    longer = with_layers(caches[0, 0], lambda layer: replace(layer, page_count=1))
+    with pytest.raises(PlanError, match=r"holds another cache for engine 'here'"):
+        generate(local_engine={**caches, (0, 0): longer})
+    with pytest.raises(PlanError, match=r"sizes \(1, 1\), the topology \(1, 2\)"):
+        generate(local_engine={(0, 0): caches[0, 0]})
+    with pytest.raises(PlanError, match="several engine ids"):
+        generate(local_engine={**caches, (0, 1): replace(caches[0, 1], engine_id="x")})
+
+
+def test_other_stages_cannot_be_assumed() -> None:
+    staged = fleet("here", stages=(1, 1))
+    with pytest.raises(PlanError, match=r"has 2 stages.*pass local_engine"):
+        generate(ours=staged)
+    assert generate(ours=staged, local_engine=staged.caches).sources
+
+
+def test_an_uneven_share_cannot_be_assumed() -> None:
+    uneven = Fleet(MODEL, Engine(((0, 1), (1, 4)), (2,)), "here")
+    with pytest.raises(PlanError, match=r"\('k', 0, 1\).*\('k', 0, 2\).*pass local_engine"):
+        generate(
+            ours=uneven,
+        )
+    assert generate(ours=uneven, local_engine=uneven.caches).sources
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"direction": "push"}, PlanError, "direction 'push' is unknown; known: read, write"),
+        (
+            {"options": PlanOptions(strategy="staged")},
+            UnsupportedLayoutError,
+            "staged strategy is not available yet",
+        ),
+    ],
+)
+def test_what_is_asked_for_must_exist(
+    arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        generate(**arguments)
+
+
+def test_unknown_strategies_are_refused() -> None:
+    with pytest.raises(PlanError, match="'fast' is unknown; known: auto, direct, staged"):
+        PlanOptions(strategy="fast")  # type: ignore[arg-type]
+
+
+# --- what is not planned yet ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["state", "sliding_window", "chunked"])
+def test_cache_groups_that_are_not_planned_yet_are_refused(kind: str) -> None:
+    def changed(cache: RankCache) -> RankCache:
+        return replace(cache, groups=tuple(replace(group, kind=kind) for group in cache.groups))
+
+    with pytest.raises(UnsupportedLayoutError, match=f"'there'.*kind '{kind}' are not planned yet"):
+        generate(remotes={rank: changed(cache) for rank, cache in THERE.caches.items()})
+    with pytest.raises(UnsupportedLayoutError, match=f"'here'.*kind '{kind}' are not planned yet"):
+        generate(local=changed(HERE.caches[0, 0]))
+
+
+def test_context_parallelism_is_refused() -> None:
+    remotes = {rank: replace(cache, dcp_size=2) for rank, cache in THERE.caches.items()}
+    with pytest.raises(UnsupportedLayoutError, match=r"'there'.*\(size 2\) is not planned yet"):
+        generate(remotes=remotes)
+
+
+# --- engines that do not match -------------------------------------------------------------------
+
+
+def without_layer(cache: RankCache, index: int) -> RankCache:
+    return replace(cache, layers=tuple(x for x in cache.layers if x.layer != index))
+
+
+def test_a_layer_that_nobody_holds_is_refused() -> None:
+    remotes = {rank: without_layer(cache, 1) for rank, cache in THERE.caches.items()}
+    with pytest.raises(CoverageError, match=r"1 layers .* first \(1, 'layers.1'\)"):
+        generate(remotes=remotes)
+    with pytest.raises(CoverageError, match=r"layers.1"):
+        generate(direction="write", local=without_layer(HERE.caches[0, 0], 1))
+
+
+def test_layers_may_be_left_out_when_that_is_asked_for() -> None:
+    remotes = {rank: without_layer(cache, 1) for rank, cache in THERE.caches.items()}
+    plan = generate(remotes=remotes, options=PlanOptions(require_all_layers=False))
+    assert plan.left_out == ((1, "layers.1"),)
+    assert {region.key for source in plan.sources for region in source.regions} == {(0, "layers.0")}
+    assert EngineTransferPlan.from_json(plan.to_json()) == plan
+    assert "leaves out 1 layers" in plan.explain()
+
+
+def test_layers_of_the_producer_that_nobody_needs_are_no_error() -> None:
+    plan = generate(local=without_layer(HERE.caches[0, 0], 1))
+    assert plan.left_out == ()
+    assert len(plan.sources[0].regions) == len(generate().sources[0].regions) // 2
+
+
+def test_layers_pair_by_name_too() -> None:
+    renamed = {
+        rank: with_layers(cache, lambda layer: replace(layer, name=f"model.{layer.name}"))
+        for rank, cache in THERE.caches.items()
+    }
+    with pytest.raises(CoverageError, match=r"2 layers .* first \(0, 'layers.0'\).*model.layers.0"):
+        generate(remotes=renamed)
+
+
+def test_heads_that_nobody_holds_are_refused() -> None:
+    half = Fleet(MODEL, Engine(((0, 2), (1, 3)), (2,)), "there")
+    with pytest.raises(
+        CoverageError, match=r"\(0, 'layers.0'\).*units \[3, 4\).*consumer ranks \[\(0, 1\)\]"
+    ):
+        generate((0, 1), remotes=half.caches)
+    with pytest.raises(CoverageError, match=r"units \[3, 4\)"):
+        generate((0, 0), remotes=half.caches)  # every rank refuses what one of them cannot get
+
+
+def test_components_must_be_the_same() -> None:
+    def scales(layer: LayerCache) -> LayerCache:
+        (k, v) = layer.components
+        return replace(layer, components=(replace(k, name="k_scale"), v))
+
+    remotes = {rank: with_layers(cache, scales) for rank, cache in THERE.caches.items()}
+    with pytest.raises(PlanError, match=r"\['k', 'v'\], the producer \['k_scale', 'v'\]"):
+        generate(remotes=remotes)
+
+
+def test_models_must_have_the_same_heads() -> None:
+    more = Fleet(replace(MODEL, heads=8), Engine(even_shares(8, 2), (2,)), "there")
+    with pytest.raises(PlanError, match="unit_total is 4 here and 8 there"):
+        generate(remotes=more.caches)
+
+
+def test_groups_must_be_of_one_kind() -> None:
+    remotes = {
+        rank: replace(cache, groups=(CacheGroup("mla", 4),)) for rank, cache in THERE.caches.items()
+    }
+    with pytest.raises(PlanError, match=r"\('attention', None\) here and \('mla', None\) there"):
+        generate(remotes=remotes)
+
+
+# --- block tables --------------------------------------------------------------------------------
+
+PLAN = generate()  # pages of 4 tokens, blocks 0 to 7
+
+
+def lower(
+    local: Any = range(4),
+    remote: Any = range(4),
+    start: int = 0,
+    end: int = 16,
+) -> None:
+    ours, theirs = (
+        ids if isinstance(ids, BlockTable) else BlockTable(ids) for ids in (local, remote)
+    )
+    PLAN.lower([ours], [theirs], start_token=start, end_token=end)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"local": [0, 1, 2]}, r"local block table of group 0 covers tokens \[0, 12\) .*\[0, 16\)"),
+        ({"remote": [0, 1, 2]}, r"remote block table of group 0 covers tokens \[0, 12\)"),
+        ({"remote": []}, r"covers tokens \[0, 0\)"),
+        ({"local": BlockTable(range(4), 4)}, r"local .* covers tokens \[4, 20\) .*\[0, 16\)"),
+        ({"remote": BlockTable(range(4), 1)}, r"remote .* covers tokens \[1, 17\)"),
+        ({"local": [0, 1, -2, 3]}, "local .* lists block -2; blocks 0 to 7 exist"),
+        ({"remote": [0, 1, -2, 3]}, "remote .* lists block -2"),
+        ({"local": [0, 1, 8, 3]}, "local .* lists block 8; blocks 0 to 7 exist"),
+        ({"remote": [0, 1, 8, 3]}, "remote .* lists block 8"),
+        ({"local": [0, 1, 2, 1]}, "local .* lists block 1 twice"),
+        ({"local": [0.0, 1.0, 2.0, 3.0]}, "local .* must list integers, got float64"),
+        (
+            {"remote": np.zeros((4, 1), np.int64)},
+            r"remote .* must list integers, got int64 \(4, 1\)",
+        ),
+        (
+            {"remote": BlockTable([0, 1, 7, 3], null_block_id=7)},
+            "remote .* null block for token 8, which must move",
+        ),
+        ({"start": -1}, r"tokens \[-1, 16\) are no range"),
+        ({"start": 17}, r"tokens \[17, 16\) are no range"),
+    ],
+)
+def test_block_tables_that_cannot_be_right_are_refused(
+    arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(BlockTableError, match=message):
+        lower(**arguments)
+
+
+def test_a_source_may_repeat_blocks_and_spare_entries_are_ignored() -> None:
+    lower(remote=[1, 1, 1, 1])
+    lower(local=[0, 1, 2, 3, 3, -1, 99], remote=[0, 1, 2, 3, 99])
+
+
+def test_null_blocks_are_skipped_where_both_or_only_the_destination_have_them() -> None:
+    hole = BlockTable([0, 1, 7, 3], null_block_id=7)
+    for remote in (BlockTable(range(4)), hole):
+        batches = PLAN.lower([hole], [remote], end_token=16)
+        whole = PLAN.lower([BlockTable(range(4))], [BlockTable(range(4))], end_token=16)
+        assert sum(b.total_nbytes for b in batches) * 4 == sum(b.total_nbytes for b in whole) * 3
+
+
+def test_the_consumers_table_is_the_one_that_may_not_repeat() -> None:
+    push = generate(direction="write")
+    push.lower([BlockTable([1, 1])], [BlockTable([0, 1])], end_token=8)
+    with pytest.raises(BlockTableError, match=r"remote .* lists block 1 twice"):
+        push.lower([BlockTable([0, 1])], [BlockTable([1, 1])], end_token=8)
+
+
+def test_every_group_has_a_table() -> None:
+    two = {"pagings": (Paging(4), Paging(2))}
+    plan = generate(ours=fleet("here", 2, **two))
+    tables = [BlockTable(range(8)), BlockTable(range(8))]
+    plan.lower(tables, tables[:1], end_token=16)
+    with pytest.raises(BlockTableError, match=r"1 local block tables given, none for .* \[1\]"):
+        plan.lower(tables[:1], tables[:1], end_token=16)
+    with pytest.raises(BlockTableError, match=r"0 remote block tables given, none for .* \[0\]"):
+        plan.lower(tables, [], end_token=16)
+    with pytest.raises(BlockTableError, match="1 local block tables given"):
+        plan.read_specs(tables[:1], tables[:1], end_token=16)
+
+
+def test_read_specs_check_what_they_list() -> None:
+    (spec,) = PLAN.read_specs(
+        [BlockTable([5, 6], 4)], [BlockTable(range(4))], start_token=5, end_token=9
+    )
+    assert spec.remote_rank == (0, 0)
+    assert spec.local_block_ids == ((5, 6),)
+    assert spec.remote_block_ids == ((1, 2),)
+    with pytest.raises(BlockTableError, match=r"does not hold tokens \[0, 9\)"):
+        PLAN.read_specs([BlockTable([5, 6], 4)], [BlockTable(range(4))], end_token=9)
+
+
+# --- plans from elsewhere ------------------------------------------------------------------------
+
+
+def test_a_plan_without_addresses_is_not_lowered() -> None:
+    plan = EngineTransferPlan.from_json(PLAN.to_json())
+    with pytest.raises(UnboundPlanError, match="bind it"):
+        plan.lower([BlockTable([0])], [BlockTable([0])], end_token=4)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", "null", "\x00\xff"])
+def test_garbled_plans_are_refused(text: str) -> None:
+    with pytest.raises(PlanError, match="no transfer plan"):
+        EngineTransferPlan.from_json(text)
+
+
+def first_regions(document: dict[str, Any]) -> dict[str, Any]:
+    regions: dict[str, Any] = document["sources"][0]["regions"][0]
+    return regions
+
+
+TAMPERING: dict[str, tuple[Callable[[dict[str, Any]], object], type[Exception], str]] = {
+    "version": (lambda d: d.update(version=2), PlanError, "version 2, this code reads 1"),
+    "new field": (lambda d: d.update(surprise=1), PlanError, "surprise"),
+    "direction": (lambda d: d.update(direction="push"), PlanError, "push"),
+    "no grids": (lambda d: d.update(grids=[]), PlanError, "no transfer plan"),
+    "grid beyond": (lambda d: first_regions(d).update(local=99), PlanError, "no transfer plan"),
+    "grid below": (lambda d: first_regions(d).update(local=-1), PlanError, "no transfer plan"),
+    "no groups": (lambda d: d.update(local_groups=[]), PlanError, "cache groups"),
+    "group": (lambda d: d["local_groups"][0].update(kind="flash"), PlanError, "'flash' is unknown"),
+    "strategy": (lambda d: d["options"].update(strategy="fast"), PlanError, "enum value 'fast'"),
+    "hole": (
+        lambda d: first_regions(d).update(units=[0, 1]),
+        CoverageError,
+        r"rank \(0, 0\), layer 0 'layers.0', component 'k': units \[1, 2\) .* written 0 times",
+    ),
+    "too many heads": (
+        lambda d: first_regions(d).update(units=[0, 3]),
+        CoverageError,
+        r"units \[2, 3\) must be written 0 times and would be written 1 times",
+    ),
+    "no heads": (lambda d: first_regions(d).update(units=[1, 1]), CoverageError, "written 0 times"),
+    "no sources": (lambda d: d.update(sources=[]), CoverageError, "written 0 times"),
+    "twice": (
+        lambda d: d["sources"][0]["regions"].append(first_regions(d)),
+        CoverageError,
+        "must be written 1 times and would be written 2 times",
+    ),
+    "source twice": (
+        lambda d: d["sources"].append(d["sources"][0]),
+        CoverageError,
+        "written 2 times",
+    ),
+    "no layer": (
+        lambda d: first_regions(d)["layers"].pop(),
+        CoverageError,
+        "layer 1.* written 0 times",
+    ),
+    "no needs": (lambda d: d.update(needs=[]), CoverageError, "must be written 0 times"),
+    "fewer needs": (lambda d: d["needs"][0]["layers"].pop(), CoverageError, "layer 1"),
+    "negative heads": (
+        lambda d: first_regions(d).update(units=[-1, 2]),
+        CoverageError,
+        r"units \[-1, 0\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TAMPERING)
+def test_tampered_plans_are_refused(case: str) -> None:
+    change, error, message = TAMPERING[case]
+    document = json.loads(PLAN.to_json())
+    change(document)
+    with pytest.raises(error, match=message):
+        EngineTransferPlan.from_json(json.dumps(document))
+
+
+# --- binding -------------------------------------------------------------------------------------
+
+
+def test_a_plan_is_bound_to_its_own_rank() -> None:
+    with pytest.raises(PlanError, match=r"for rank \(0, 0\), the cache is of .*tp 1\)"):
+        PLAN.bind(HERE.caches[0, 1], THERE.caches)
+
+
+def test_a_plan_is_bound_to_all_its_sources() -> None:
+    with pytest.raises(PlanError, match=r"needs remote rank \(0, 0\); got \[\(0, 1\)\]"):
+        PLAN.bind(HERE.caches[0, 0], {(0, 1): THERE.caches[0, 1]})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"pagings": (Paging(8),)},
+        {"pagings": (Paging(4, 2),)},
+        {"layout": Layout("BKNHC", padded_axis="B")},
+        {"layout": Layout("KBHNC")},
+        {"layout": Layout("BKNHC")},
+    ],
+    ids=repr,
+)
+def test_a_plan_is_not_bound_to_another_shape(changes: dict[str, Any]) -> None:
+    """Each differs in one number at least: page stride, tokens, pages of a block, strides."""
+    other_ours, other_theirs = fleet("here", 2, **changes), fleet("there", 2, **changes)
+    with pytest.raises(PlanError):
+        PLAN.bind(other_ours.caches[0, 0], THERE.caches)
+    with pytest.raises(PlanError):
+        PLAN.bind(HERE.caches[0, 0], other_theirs.caches)
+
+
+def test_a_plan_is_not_bound_to_a_rank_without_its_layers_or_heads() -> None:
+    with pytest.raises(PlanError, match=r"'here'.* does not hold layer \(1, 'layers.1'\)"):
+        PLAN.bind(without_layer(HERE.caches[0, 0], 1), THERE.caches)
+    remotes = THERE.caches
+    moved = replace(THERE.caches[0, 1], tp_rank=0)  # heads [2, 4) where [0, 2) were
+    with pytest.raises(CoverageError, match=r"units \[0, 2\), the rank holds \[2, 4\)"):
+        PLAN.bind(HERE.caches[0, 0], {**remotes, (0, 0): moved})
