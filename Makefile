@@ -42,7 +42,7 @@ types: $(ALL)
 	$(BIN)/mypy
 
 docs: $(ALL)
-	$(BIN)/sphinx-build -W -n --keep-going -b html docs docs/_build/html
+	$(BIN)/sphinx-build -E -W -n --keep-going -b html docs docs/_build/html
 
 wheel-check: $(ALL)
 	.ci/wheel-check $(BIN)/python

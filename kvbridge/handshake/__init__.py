@@ -3,7 +3,7 @@
 from kvbridge.handshake.base import PPAwareHandshake, gather_handshake_metadata
 from kvbridge.handshake.channel import HandshakeServer, fetch_metadata
 from kvbridge.handshake.compatibility import check_compatible, factors_of
-from kvbridge.handshake.messages import HandshakeMetadata, MetadataReply, RankPayload
+from kvbridge.handshake.messages import HandshakeMetadata, MetadataReply, RankPayload, Release
 
 __all__ = [
     "HandshakeMetadata",
@@ -11,6 +11,7 @@ __all__ = [
     "MetadataReply",
     "PPAwareHandshake",
     "RankPayload",
+    "Release",
     "check_compatible",
     "factors_of",
     "fetch_metadata",
