@@ -3,6 +3,8 @@
 import contextlib
 import multiprocessing
 import os
+import socket
+import struct
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from multiprocessing.connection import Connection, wait
@@ -52,6 +54,7 @@ class Engine:
         try:
             for rank, group in groups.items():
                 ours, theirs = context.Pipe()
+                _bound_waits(ours, spec.timeout_s)
                 process = context.Process(
                     target=run_rank, args=(spec, group, theirs), name=f"{name} rank {rank}"
                 )
@@ -129,6 +132,10 @@ class Engine:
     def _lost(self, rank: Rank) -> Iterator[None]:
         try:
             yield
+        except BlockingIOError as error:
+            raise DemoError(
+                f"{self.name} rank {rank} stopped in the middle of a message"
+            ) from error
         except (EOFError, OSError) as error:
             process = self._processes[rank]
             process.join(1.0)
@@ -136,6 +143,15 @@ class Engine:
             if process.exitcode is not None and process.exitcode < 0:
                 how = f"of signal {-process.exitcode}"
             raise DemoError(f"{self.name} rank {rank} died {how}") from error
+
+
+def _bound_waits(pipe: Connection, timeout_s: float) -> None:
+    """Let a pipe give up on a message that stops midway: its two ends are a pair of sockets."""
+    seconds, rest = divmod(timeout_s, 1)
+    timeval = struct.pack("@ll", int(seconds), int(rest * 1e6))
+    with socket.socket(fileno=os.dup(pipe.fileno())) as ends:
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            ends.setsockopt(socket.SOL_SOCKET, option, timeval)
 
 
 @contextlib.contextmanager
