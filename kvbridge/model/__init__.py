@@ -3,8 +3,14 @@
 from kvbridge.model.arrays import memory_region
 from kvbridge.model.cache import CacheComponent, CacheGroup, LayerCache, LayerKey, Rank, RankCache
 from kvbridge.model.engine import transfer_infos
-from kvbridge.model.layers import attention_layer
+from kvbridge.model.layers import attention_layer, mla_layer, opaque_layer
 from kvbridge.model.memory import Region
+from kvbridge.model.state import (
+    MambaConvSplitInfo,
+    StatePiece,
+    compute_physical_blocks_per_logical,
+    mamba_layer,
+)
 from kvbridge.model.topology import EngineId, EngineTransferInfo, TransferTopology
 
 __all__ = [
@@ -14,11 +20,17 @@ __all__ = [
     "EngineTransferInfo",
     "LayerCache",
     "LayerKey",
+    "MambaConvSplitInfo",
     "Rank",
     "RankCache",
     "Region",
+    "StatePiece",
     "TransferTopology",
     "attention_layer",
+    "compute_physical_blocks_per_logical",
+    "mamba_layer",
     "memory_region",
+    "mla_layer",
+    "opaque_layer",
     "transfer_infos",
 ]

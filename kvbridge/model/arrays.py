@@ -47,9 +47,9 @@ def view_of(tensor: Any) -> ArrayView:
     if hasattr(tensor, "data_ptr"):
         view = _view_of_torch(tensor)
     elif hasattr(tensor, "__array_interface__"):
-        view = _view_of_interface(tensor.__array_interface__, "dram")
+        view = _view_of_interface(tensor, tensor.__array_interface__, "dram")
     elif hasattr(tensor, "__cuda_array_interface__"):
-        view = _view_of_interface(tensor.__cuda_array_interface__, "cuda")
+        view = _view_of_interface(tensor, tensor.__cuda_array_interface__, "cuda")
     else:
         raise UnsupportedLayoutError(
             f"{type(tensor).__name__} has neither data_ptr() nor an array interface; "
@@ -85,8 +85,10 @@ def _view_of_torch(tensor: Any) -> ArrayView:
     )
 
 
-def _view_of_interface(interface: dict[str, Any], memory_kind: str) -> ArrayView:
+def _view_of_interface(tensor: Any, interface: dict[str, Any], memory_kind: str) -> ArrayView:
     dtype = np.dtype(interface["typestr"])
+    # Extension types such as bfloat16 look like raw bytes in the interface; the object knows more.
+    name = getattr(getattr(tensor, "dtype", None), "name", dtype.name)
     shape = tuple(int(n) for n in interface["shape"])
     strides = interface.get("strides")
     if strides is None:
@@ -95,7 +97,7 @@ def _view_of_interface(interface: dict[str, Any], memory_kind: str) -> ArrayView
         address=int(interface["data"][0]),
         shape=shape,
         strides=tuple(int(n) for n in strides),
-        dtype=dtype.name,
+        dtype=name,
         item_bytes=dtype.itemsize,
         memory_kind=memory_kind,
     )

@@ -36,7 +36,7 @@ class CacheComponent:
         unit_count: Number of units held.
         unit_total: Number of units of the whole model; a replica holds all.
         unit_stride: Bytes between neighbouring units.
-        token_count: Tokens per page; 1 for state without a token axis.
+        token_count: Tokens per page; 1 for state and for pages without a token axis.
         token_stride: Bytes between neighbouring tokens.
 
     Raises:
@@ -267,9 +267,14 @@ class RankCache:
         group = self.groups[layer.group]
         if group.kind == "state":
             return
+        if group.block_tokens % group.pages_per_block:
+            raise UnsupportedLayoutError(
+                f"{self.where}: cache group {layer.group} has {group.block_tokens} tokens a block "
+                f"in {group.pages_per_block} pages; each page must hold the same number"
+            )
         for component in layer.components:
             tokens = group.pages_per_block * component.token_count
-            if tokens != group.block_tokens:
+            if component.token_count > 1 and tokens != group.block_tokens:
                 raise UnsupportedLayoutError(
                     f"{self.where}: layer {layer.key} component {component.name!r} holds "
                     f"{component.token_count} tokens a page, {group.pages_per_block} pages a "

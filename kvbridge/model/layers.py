@@ -69,6 +69,100 @@ def attention_layer(
     return LayerCache(layer, name, group, base, *pages, components)
 
 
+def mla_layer(
+    tensor: Any,
+    *,
+    axes: str = "BNC",
+    layer: int,
+    name: str,
+    group: int = 0,
+    component: str = "latent",
+) -> LayerCache:
+    """Describe a cache that every rank holds whole, such as the latent vectors of MLA.
+
+    Args:
+        tensor: The cache of pages.
+        axes: What each axis of the tensor is, in order: B block, N token, C content.
+        layer: Global index of the layer.
+        name: Name of the layer, the same in every engine that runs the model.
+        group: Index of the cache group.
+        component: What the cache holds.
+
+    Raises:
+        UnsupportedLayoutError: The axes do not spell the tensor, or its content is not contiguous.
+    """
+    spelled = _Spelled(view_of(tensor), axes, name)
+    if set(axes) != set("BNC"):
+        raise UnsupportedLayoutError(
+            f"layer {name!r}: a cache without heads has axes B, N and C, got {axes!r}"
+        )
+    whole = CacheComponent(
+        name=component,
+        dtype=spelled.view.dtype,
+        offset=0,
+        cell_bytes=spelled.content_bytes,
+        unit_start=0,
+        unit_count=1,
+        unit_total=1,
+        unit_stride=spelled.content_bytes,
+        token_count=spelled.size["N"],
+        token_stride=spelled.stride["N"],
+    )
+    return LayerCache(layer, name, group, spelled.view.address, *spelled.pages, (whole,))
+
+
+def opaque_layer(
+    tensor: Any,
+    *,
+    layer: int,
+    name: str,
+    group: int = 0,
+    component: str = "opaque",
+    unit_start: int = 0,
+    unit_total: int = 1,
+) -> LayerCache:
+    """Describe pages whose inside is nobody's business: they are copied whole, or not at all.
+
+    Both engines must cut the sequence into pages alike, and the ranks into the same shares.
+
+    Shape: tensor [pages, ...], each page contiguous.
+
+    Args:
+        tensor: The cache of pages.
+        layer: Global index of the layer.
+        name: Name of the layer, the same in every engine that runs the model.
+        group: Index of the cache group.
+        component: What the pages hold; equal names must mean equal formats.
+        unit_start: Which share of the model's pages this rank holds.
+        unit_total: Number of shares; 1 where every rank holds the same.
+
+    Raises:
+        UnsupportedLayoutError: A page is not contiguous.
+    """
+    view = view_of(tensor)
+    nbytes = view.item_bytes
+    for size, stride in zip(view.shape[:0:-1], view.strides[:0:-1], strict=True):
+        if size > 1 and stride != nbytes:
+            raise UnsupportedLayoutError(
+                f"layer {name!r}: a page has shape {view.shape[1:]} and strides "
+                f"{view.strides[1:]}; an opaque page must be contiguous"
+            )
+        nbytes *= size
+    page = CacheComponent(
+        name=component,
+        dtype=view.dtype,
+        offset=0,
+        cell_bytes=nbytes,
+        unit_start=unit_start,
+        unit_count=1,
+        unit_total=unit_total,
+        unit_stride=nbytes,
+        token_count=1,
+        token_stride=nbytes,
+    )
+    return LayerCache(layer, name, group, view.address, view.strides[0], view.shape[0], (page,))
+
+
 class _Spelled:
     """A tensor whose axes have been named.
 

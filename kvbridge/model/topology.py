@@ -84,6 +84,11 @@ class TransferTopology:
         for name, value in sizes.items():
             if value < 1:
                 raise UnsupportedLayoutError(f"engine {engine_id!r}: {name} {value} must be >= 1")
+        if dcp_size > tp_size:
+            raise UnsupportedLayoutError(
+                f"engine {engine_id!r}: dcp_size {dcp_size} must be at most tp_size {tp_size}; "
+                "the ranks that share out the tokens are tensor-parallel ranks"
+            )
         for name, rank, size in (("tp", tp_rank, tp_size), ("pp", pp_rank, pp_size)):
             if not 0 <= rank < size:
                 raise UnsupportedLayoutError(

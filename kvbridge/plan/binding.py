@@ -14,7 +14,7 @@ import numpy as np
 
 from kvbridge.errors import CoverageError, PlanError
 from kvbridge.model import CacheGroup, LayerCache, Rank, RankCache
-from kvbridge.plan.components import component_of
+from kvbridge.plan.components import component_of, grid_of
 from kvbridge.plan.values import Grid, Int64Array, RegionPlan
 
 if TYPE_CHECKING:
@@ -102,12 +102,14 @@ class Binding:
         local_blocks: Logical blocks that this rank has, for each local cache group.
         remote_blocks: Logical blocks that every source has, for each remote cache group.
         destination_is_local: Whether this rank's memory is written.
+        groups: The cache groups of this engine.
     """
 
     ranks: tuple[RankBinding, ...]
     local_blocks: Mapping[int, int]
     remote_blocks: Mapping[int, int]
     destination_is_local: bool
+    groups: tuple[CacheGroup, ...]
 
 
 def bind_plan(
@@ -136,10 +138,15 @@ def bind_plan(
                 held = layer.page_count // grid.pages_per_block
                 count[grid.group] = min(held, count.get(grid.group, held))
             key = (region.local, region.remote, region.unit_count, region.cell_bytes)
-            bases[key].append(_bases(region, pair, (local.groups, remote.groups)))
+            bases[key].append(_bases(region, pair, (local, remote)))
         streams = [_stream(key, pairs) for key, pairs in bases.items()]
         ranks.append(_arrange(source.rank, streams, (_seams(local), _seams(remote))))
-    return Binding(tuple(ranks), *blocks, destination_is_local=plan.direction == "read")
+    return Binding(
+        tuple(ranks),
+        *blocks,
+        destination_is_local=plan.direction == "read",
+        groups=plan.local_groups,
+    )
 
 
 def _pair(
@@ -156,37 +163,25 @@ def _pair(
 
 
 def _bases(
-    region: RegionPlan,
-    layers: tuple[LayerCache, LayerCache],
-    groups: tuple[tuple[CacheGroup, ...], tuple[CacheGroup, ...]],
+    region: RegionPlan, layers: tuple[LayerCache, LayerCache], caches: tuple[RankCache, RankCache]
 ) -> tuple[int, int]:
     """Return the addresses of a region's first cell, after checking that the shapes agree."""
     result = []
-    pair = component_of(region.component, *layers)
-    for layer, component, grid, table in zip(
-        layers, pair, (region.local, region.remote), groups, strict=True
+    pair = component_of(region.component, *layers, is_state=region.local.moves == "state")
+    for cache, layer, component, planned in zip(
+        caches, layers, pair, (region.local, region.remote), strict=True
     ):
-        held = (
-            layer.group, layer.page_stride, component.token_count,
-            table[layer.group].pages_per_block,
-            component.unit_stride, component.token_stride, component.cell_bytes,
-        )  # fmt: skip
-        planned = (
-            grid.group, grid.page_stride, grid.page_tokens,
-            grid.pages_per_block,
-            grid.unit_stride, grid.token_stride, region.cell_bytes,
-        )  # fmt: skip
-        if held != planned:
+        what = f"{cache.where}, layer {region.key}, component {region.component!r}"
+        held = grid_of(cache, layer, component)
+        if (held, component.cell_bytes) != (planned, region.cell_bytes):
             raise PlanError(
-                f"layer {region.key}, component {region.component!r}: (group, page stride, tokens "
-                "a page, pages a block, unit stride, token stride, cell bytes) are "
-                f"{held}, the plan has {planned}"
+                f"{what}: cells of {component.cell_bytes} bytes lie as {held}; the plan has cells "
+                f"of {region.cell_bytes} bytes as {planned}; make a new plan for these caches"
             )
         if region.unit_start < component.unit_start or component.unit_end < region.unit_end:
             raise CoverageError(
-                f"layer {region.key}, component {region.component!r}: the plan moves units "
-                f"[{region.unit_start}, {region.unit_end}), the rank holds "
-                f"[{component.unit_start}, {component.unit_end})"
+                f"{what}: the plan moves units [{region.unit_start}, {region.unit_end}), the rank "
+                f"holds [{component.unit_start}, {component.unit_end})"
             )
         first_unit = (region.unit_start - component.unit_start) * component.unit_stride
         result.append(layer.base_address + component.offset + first_unit)
@@ -203,8 +198,8 @@ def _stream(key: tuple[Grid, Grid, int, int], pairs: list[tuple[int, int]]) -> S
     if row_bytes != local.token_stride or row_bytes != remote.token_stride:
         row_bytes = 0
     page_bytes = 0
-    if local.page_tokens == remote.page_tokens:
-        token_axis = (local.page_tokens, local.token_stride, remote.token_stride)
+    if local.cells == remote.cells:
+        token_axis = (local.cells, local.token_stride, remote.token_stride)
         page_bytes = one_piece(cell_bytes, unit_axis, token_axis)
     return Stream(
         local, remote, units, cell_bytes, bases[order, 0], bases[order, 1], row_bytes, page_bytes
@@ -237,16 +232,12 @@ def _seams(cache: RankCache) -> Int64Array:
 
 def _arrange(rank: Rank, streams: list[Stream], seams: Seams) -> RankBinding:
     """Find whole pages that are one piece, and fuse across streams the regions that touch."""
-    alike: dict[tuple[int, ...], list[Stream]] = defaultdict(list)
+    alike: dict[tuple[object, ...], list[Stream]] = defaultdict(list)
     alone = [stream for stream in streams if not stream.page_bytes]
     for stream in streams:
         here, there = stream.local, stream.remote
         if stream.page_bytes:
-            key = (
-                here.group, here.page_stride, here.pages_per_block, here.page_tokens,
-                there.group, there.page_stride, there.pages_per_block,
-            )  # fmt: skip
-            alike[key].append(stream)
+            alike[here.paging, there.paging, here.page_stride, there.page_stride].append(stream)
     partial: list[Stream] = []
     whole: list[WholePages] = []
     for members in alike.values():

@@ -1,20 +1,28 @@
-"""Pairing the components of one layer, where one side may keep K and V in one cell."""
+"""Pairing the components of one layer, and how each side steps through it."""
 
 from dataclasses import replace
 
-from kvbridge.errors import PlanError
-from kvbridge.model import CacheComponent, LayerCache
+from kvbridge.errors import PlanError, UnsupportedLayoutError
+from kvbridge.model import CacheComponent, LayerCache, RankCache
+from kvbridge.plan.ownership import token_share
+from kvbridge.plan.values import Grid, Moves
+
+ComponentPair = tuple[CacheComponent, CacheComponent]
 
 
 def component_of(
-    name: str, local: LayerCache, remote: LayerCache
-) -> tuple[CacheComponent, CacheComponent]:
-    """Return a component of a layer as both sides hold it, ``kv`` cut in two where needed.
+    name: str, local: LayerCache, remote: LayerCache, *, is_state: bool = False
+) -> ComponentPair:
+    """Return a component of a layer as both sides hold it, cut alike.
+
+    Where one side keeps K and V in one cell, that cell is cut in two. Where one side keeps all
+    rows of a state channel in one cell, that cell is cut into the other side's rows.
 
     Args:
         name: A component that at least one side has by this name.
         local: The layer here.
         remote: The same layer there.
+        is_state: Whether the layer is state, whose cells may be cut into rows.
 
     Raises:
         PlanError: One side has neither the component nor one that contains it.
@@ -25,12 +33,12 @@ def component_of(
         joint = _find(local, "kv")
         half = joint.cell_bytes // 2 if joint else 0
         return _part(local, name, half), _part(remote, name, half)
-    if ours is None and theirs is not None:
-        return _part(local, name, _k_bytes(remote, theirs)), theirs
-    if theirs is None and ours is not None:
-        return ours, _part(remote, name, _k_bytes(local, ours))
-    if ours is None or theirs is None:
-        raise PlanError(f"layer {local.key}: no component {name!r}")
+    if ours is None:
+        return _part(local, name, _k_bytes(remote)), _held(remote, name)
+    if theirs is None:
+        return ours, _part(remote, name, _k_bytes(local))
+    if is_state:
+        return _in_rows(ours, theirs), _in_rows(theirs, ours)
     return ours, theirs
 
 
@@ -38,21 +46,96 @@ def _find(layer: LayerCache, name: str) -> CacheComponent | None:
     return next((c for c in layer.components if c.name == name), None)
 
 
-def _k_bytes(layer: LayerCache, found: CacheComponent) -> int:
-    k = _find(layer, "k")
-    return k.cell_bytes if k else found.cell_bytes
+def _held(layer: LayerCache, name: str) -> CacheComponent:
+    found = _find(layer, name)
+    if found is None:
+        raise PlanError(
+            f"layer {layer.key}: component {name!r} is neither among "
+            f"{[c.name for c in layer.components]} nor a part of one of them"
+        )
+    return found
+
+
+def _k_bytes(layer: LayerCache) -> int:
+    return _held(layer, "k").cell_bytes
 
 
 def _part(layer: LayerCache, name: str, k_bytes: int) -> CacheComponent:
     """Return the K or the V part of a joint cell: K first, then V."""
     joint = _find(layer, "kv")
     if joint is None or name not in ("k", "v") or not 0 < k_bytes < joint.cell_bytes:
-        raise PlanError(
-            f"layer {layer.key}: component {name!r} is neither among "
-            f"{[c.name for c in layer.components]} nor a part of one of them"
-        )
+        return _held(layer, name)
     if name == "k":
         return replace(joint, name="k", cell_bytes=k_bytes)
     return replace(
         joint, name="v", offset=joint.offset + k_bytes, cell_bytes=joint.cell_bytes - k_bytes
     )
+
+
+def _in_rows(component: CacheComponent, like: CacheComponent) -> CacheComponent:
+    """Cut a cell that holds all rows of a channel into the rows that the other side has."""
+    rows = like.token_count
+    if component.token_count > 1 or rows == 1 or component.cell_bytes != like.cell_bytes * rows:
+        return component
+    return replace(
+        component, cell_bytes=like.cell_bytes, token_count=rows, token_stride=like.cell_bytes
+    )
+
+
+def grid_of(cache: RankCache, layer: LayerCache, component: CacheComponent) -> Grid:
+    """Return how a rank steps through a component of one of its layers."""
+    group = cache.groups[layer.group]
+    page_tokens = group.block_tokens // group.pages_per_block
+    moves: Moves = "tokens"
+    if group.kind == "state":
+        moves, page_tokens = "state", 0
+    elif component.token_count != page_tokens:
+        moves = "pages"
+    return Grid(
+        group=layer.group,
+        moves=moves,
+        page_stride=layer.page_stride,
+        page_tokens=page_tokens,
+        pages_per_block=group.pages_per_block,
+        unit_stride=component.unit_stride,
+        token_stride=component.token_stride,
+        cells=component.token_count,
+        share=token_share(cache, layer.group),
+    )
+
+
+def check_pair(layer: LayerCache, pair: ComponentPair, here: Grid, there: Grid) -> None:
+    """Refuse to exchange a component that both sides do not hold in the same cells.
+
+    Raises:
+        PlanError: The cells differ in type, size or number.
+        UnsupportedLayoutError: Pages that are only moved whole are cut differently.
+    """
+    ours, theirs = pair
+    what = f"layer {layer.key}, component {ours.name!r}"
+    for field in ("dtype", "cell_bytes", "unit_total"):
+        mine, other = getattr(ours, field), getattr(theirs, field)
+        if mine != other:
+            raise PlanError(
+                f"{what}: {field} is {mine} here and {other} there; both engines must cache the "
+                "same cells, nothing is converted"
+            )
+    if here.moves != there.moves:
+        raise UnsupportedLayoutError(
+            f"{what}: {here.moves} are moved here and {there.moves} there; describe the layer in "
+            "the same way on both sides"
+        )
+    if here.moves == "state":
+        mine, other = (here.cells, here.pages_per_block), (there.cells, there.pages_per_block)
+        if mine != other:
+            raise PlanError(
+                f"{what}: a block has (rows, pages) {mine} here and {other} there; both engines "
+                "must keep the same state"
+            )
+    if here.moves == "pages":
+        mine, other = (here.page_tokens, here.share), (there.page_tokens, there.share)
+        if mine != other:
+            raise UnsupportedLayoutError(
+                f"{what}: a page has (tokens, token share) {mine} here and {other} there; its "
+                "inside is unknown, so both engines must cut the sequence into pages alike"
+            )

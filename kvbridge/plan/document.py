@@ -189,10 +189,11 @@ def explain(plan: "EngineTransferPlan") -> str:
 
 def _cost(units: int, cell_bytes: int, here: Grid, there: Grid) -> str:
     """Say how many pieces the smaller of two pages takes."""
-    tokens = min(here.page_tokens, there.page_tokens)
+    tokens = min(here.cells, there.cells)
     nbytes = units * tokens * cell_bytes
     pieces, form = _pieces(units, tokens, cell_bytes, here, there)
-    return f"{pieces} pieces of {nbytes // pieces} bytes for {tokens} tokens ({form})"
+    what = {"tokens": f"{tokens} tokens", "pages": "a page", "state": "a state"}[here.moves]
+    return f"{pieces} pieces of {nbytes // pieces} bytes for {what} ({form})"
 
 
 def _pieces(units: int, tokens: int, cell_bytes: int, here: Grid, there: Grid) -> tuple[int, str]:

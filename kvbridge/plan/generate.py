@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping
 
 from kvbridge.errors import PlanError, UnsupportedLayoutError
 from kvbridge.model import (
-    CacheComponent,
     CacheGroup,
     LayerCache,
     LayerKey,
@@ -13,7 +12,7 @@ from kvbridge.model import (
     RankCache,
     TransferTopology,
 )
-from kvbridge.plan.components import component_of
+from kvbridge.plan.components import check_pair, component_of, grid_of
 from kvbridge.plan.ownership import (
     Edge,
     EdgeGroup,
@@ -23,8 +22,6 @@ from kvbridge.plan.ownership import (
 )
 from kvbridge.plan.plan import EngineTransferPlan
 from kvbridge.plan.values import Direction, Grid, Need, PlanOptions, RankPlan, RegionPlan
-
-COVERED_KINDS = ("attention", "mla")
 
 
 def generate_engine_transfer_plan(
@@ -54,7 +51,7 @@ def generate_engine_transfer_plan(
     Raises:
         CoverageError: Something that the consumer needs is held by nobody.
         PlanError: The caches contradict each other, the topology or the options.
-        UnsupportedLayoutError: A kind of cache that is not planned yet.
+        UnsupportedLayoutError: The caches cannot be brought together.
     """
     options = options or PlanOptions()
     _check_inputs(topology, local, remotes, local_engine, direction, options)
@@ -126,8 +123,6 @@ def _check_inputs(
             raise PlanError(
                 f"local_engine has (pp, tp) sizes {_shape(local_engine)}, the topology {expected}"
             )
-    for cache in (local, *remotes.values(), *(local_engine or {}).values()):
-        _check_covered(cache)
 
 
 def _shape(caches: Mapping[Rank, RankCache]) -> tuple[int, int]:
@@ -156,19 +151,6 @@ def _check_engine(side: str, caches: Mapping[Rank, RankCache]) -> None:
             f"the {side} engine's ranks list different cache groups: {sorted(map(str, tables))}; "
             "one set of block tables serves all ranks"
         )
-
-
-def _check_covered(cache: RankCache) -> None:
-    if cache.dcp_size > 1:
-        raise UnsupportedLayoutError(
-            f"{cache.where}: decode-context parallelism (size {cache.dcp_size}) is not planned yet"
-        )
-    for group in cache.groups:
-        if group.kind not in COVERED_KINDS:
-            raise UnsupportedLayoutError(
-                f"{cache.where}: cache groups of kind {group.kind!r} are not planned yet; "
-                f"covered: {', '.join(COVERED_KINDS)}"
-            )
 
 
 # --- who must be told ------------------------------------------------------------------------
@@ -281,42 +263,22 @@ class _Pairing:
 
     def region(self, remote_layer: LayerCache, remote: RankCache, edge: Edge) -> RegionPlan:
         layer = self._layers[remote_layer.key]
-        ours, theirs = component_of(edge.component, layer, remote_layer)
-        _check_pair(layer, ours, theirs)
-        local_group = self._local.groups[layer.group]
-        remote_group = remote.groups[remote_layer.group]
-        _check_groups(layer, local_group, remote_group)
+        ours = self._local.groups[layer.group]
+        _check_groups(layer, ours, remote.groups[remote_layer.group])
+        pair = component_of(edge.component, layer, remote_layer, is_state=ours.kind == "state")
+        here = grid_of(self._local, layer, pair[0])
+        there = grid_of(remote, remote_layer, pair[1])
+        check_pair(layer, pair, here, there)
         return RegionPlan(
             layer=layer.layer,
             name=layer.name,
             component=edge.component,
             unit_start=edge.unit_start,
             unit_end=edge.unit_end,
-            cell_bytes=ours.cell_bytes,
-            local=self._grid(layer, ours, local_group),
-            remote=self._grid(remote_layer, theirs, remote_group),
+            cell_bytes=pair[0].cell_bytes,
+            local=self._grids.setdefault(here, here),
+            remote=self._grids.setdefault(there, there),
         )
-
-    def _grid(self, layer: LayerCache, component: CacheComponent, group: CacheGroup) -> Grid:
-        grid = Grid(
-            group=layer.group,
-            page_stride=layer.page_stride,
-            page_tokens=component.token_count,
-            pages_per_block=group.pages_per_block,
-            unit_stride=component.unit_stride,
-            token_stride=component.token_stride,
-        )
-        return self._grids.setdefault(grid, grid)
-
-
-def _check_pair(layer: LayerCache, ours: CacheComponent, theirs: CacheComponent) -> None:
-    for field in ("dtype", "cell_bytes", "unit_total"):
-        mine, other = getattr(ours, field), getattr(theirs, field)
-        if mine != other:
-            raise PlanError(
-                f"layer {layer.key}, component {ours.name!r}: {field} is {mine} here and {other} "
-                "there; both engines must cache the same cells, nothing is converted"
-            )
 
 
 def _check_groups(layer: LayerCache, ours: CacheGroup, theirs: CacheGroup) -> None:

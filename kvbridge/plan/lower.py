@@ -1,13 +1,22 @@
 """Lowering: block tables and a bound plan become arrays of addresses."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvbridge.errors import BlockTableError
-from kvbridge.plan.binding import Binding, RankBinding, Stream, WholePages, merge_runs, one_piece
-from kvbridge.plan.segments import Segments, Side, segments_between
+from kvbridge.plan.binding import (
+    Binding,
+    RankBinding,
+    Seams,
+    Stream,
+    WholePages,
+    merge_runs,
+    one_piece,
+)
+from kvbridge.plan.segments import Segments, Side, first_token_needed, segments_between
 from kvbridge.plan.values import (
     BlockTable,
     Grid,
@@ -39,14 +48,13 @@ def lower_plan(
     remote = Side("remote", remote_tables, binding.remote_blocks, not binding.destination_is_local)
     for side in (local, remote):
         check_table_count(side.name, side.tables, side.blocks)
-    if start == end:
-        return []
-    known: dict[tuple[int, ...], Segments] = {}
+    known: dict[tuple[object, object], Segments] = {}
 
     def segments_of(here: Grid, there: Grid) -> Segments:
-        key = (here.group, here.page_tokens, there.group, there.page_tokens)
+        key = (here.paging, there.paging)
         if key not in known:
-            known[key] = segments_between(local, remote, here, there, start, end)
+            first = first_token_needed(binding.groups[here.group], start, end)
+            known[key] = segments_between(local, remote, here, there, first, end)
         return known[key]
 
     batches = (_lower_rank(rank, segments_of) for rank in binding.ranks)
@@ -80,30 +88,23 @@ def check_table_count(name: str, tables: Sequence[BlockTable], groups: Iterable[
 
 
 def _lower_rank(rank: RankBinding, segments_of: _SegmentsOf) -> TransferBatch:
-    pieces: list[Pieces] = []
+    parts: list[_Part] = []
     count = 0
     for whole in rank.whole:
         segments = segments_of(whole.local, whole.remote)
-        segments = segments.select(segments.tokens == whole.local.page_tokens)
+        segments = segments.select(segments.tokens == whole.local.cells)
         count += len(segments) * whole.region_count
-        pieces.append(_whole(whole, segments))
+        parts += _whole(whole, segments)
     for stream in rank.partial:
         segments = segments_of(stream.local, stream.remote)
-        segments = segments.select(segments.tokens != stream.local.page_tokens)
-        count += _extend(pieces, stream, segments)
+        count += _extend(parts, stream, segments.select(segments.tokens != stream.local.cells))
     for stream in rank.streams:
-        count += _extend(pieces, stream, segments_of(stream.local, stream.remote))
-    if not pieces:  # every block of the destination is null
-        return TransferBatch(rank.rank, *np.empty((3, 0), np.uint64))
-    local, remote, nbytes = (
-        pieces[0] if len(pieces) == 1 else map(np.concatenate, zip(*pieces, strict=True))
-    )
-    # Neighbours may come from different streams, or from the two ends of neighbouring regions.
-    address = local.view(np.uint64)
-    if (address[1:] < address[:-1]).any():
-        order = np.argsort(address, kind="stable")
-        local, remote, nbytes = local[order], remote[order], nbytes[order]
-    local, remote, nbytes = merge_runs(local, remote, nbytes, rank.seams)
+        count += _extend(parts, stream, segments_of(stream.local, stream.remote))
+    parts = [part for part in parts if part.runs[0].size]
+    if len(parts) == 1 and parts[0].is_merged():
+        local, remote, nbytes = parts[0].pieces()
+    else:
+        local, remote, nbytes = _merged([part.pieces() for part in parts], rank.seams)
     return TransferBatch(
         rank.rank,
         local.view(np.uint64),
@@ -113,44 +114,75 @@ def _lower_rank(rank: RankBinding, segments_of: _SegmentsOf) -> TransferBatch:
     )
 
 
-def _extend(pieces: list[Pieces], stream: Stream, segments: Segments) -> int:
+@dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    """Runs that repeat for every base address.
+
+    Shape: bases [R] int64; runs [N] int64 each: local and remote offsets, lengths.
+
+    Attributes:
+        local_base: Addresses here.
+        remote_base: Addresses there.
+        runs: What repeats.
+        runs_are_merged: Whether no two runs touch.
+    """
+
+    local_base: Int64Array
+    remote_base: Int64Array
+    runs: Pieces
+    runs_are_merged: bool
+
+    def pieces(self) -> Pieces:
+        here, there, nbytes = self.runs
+        return (
+            (self.local_base[:, None] + here).ravel(),
+            (self.remote_base[:, None] + there).ravel(),
+            np.broadcast_to(nbytes, (self.local_base.size, nbytes.size)).ravel(),
+        )
+
+    def is_merged(self) -> bool:
+        """Whether no two pieces can touch: bases are further apart than their runs reach."""
+        here, _, nbytes = self.runs
+        reach = here.max() + nbytes.max() - here.min()
+        return self.runs_are_merged and not (np.diff(self.local_base) <= reach).any()
+
+
+def _merged(parts: list[Pieces], seams: Seams) -> Pieces:
+    """Put pieces in order of local addresses, and join those that touch."""
+    if not parts:
+        return np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.int64)
+    local, remote, nbytes = map(np.concatenate, zip(*parts, strict=True))
+    address = local.view(np.uint64)
+    if (address[1:] < address[:-1]).any():
+        order = np.argsort(address, kind="stable")
+        local, remote, nbytes = local[order], remote[order], nbytes[order]
+    return merge_runs(local, remote, nbytes, seams)
+
+
+def _extend(parts: list[_Part], stream: Stream, segments: Segments) -> int:
     """Add a stream's pieces; return their number before merging."""
     if stream.row_bytes:
         offsets = segments.offsets(stream.local, stream.remote)
         runs = merge_runs(*offsets, segments.tokens * stream.row_bytes)
-        pieces.append(_outer(stream.local_base, stream.remote_base, runs))
+        parts.append(_Part(stream.local_base, stream.remote_base, runs, True))
         return stream.local_base.size * len(segments)
     count = 0
     for tokens in np.unique(segments.tokens):
         # Few values occur: whole pages, the two ends, and the steps between unequal page sizes.
         same = segments.select(segments.tokens == tokens)
         runs = _pattern(stream, same, int(tokens))
-        pieces.append(_outer(stream.local_base, stream.remote_base, runs))
-        count += pieces[-1][0].size
+        parts.append(_Part(stream.local_base, stream.remote_base, runs, False))
+        count += stream.local_base.size * runs[0].size
     return count
 
 
-def _whole(whole: WholePages, segments: Segments) -> Pieces:
+def _whole(whole: WholePages, segments: Segments) -> Iterator[_Part]:
     """Return whole pages, each in as few pieces as its fused regions have."""
     here, there = segments.offsets(whole.local, whole.remote)
-    if (whole.nbytes == whole.nbytes[0]).all():
-        runs = merge_runs(here, there, np.full(here.size, whole.nbytes[0]))
-        return _outer(whole.local_base, whole.remote_base, runs)
-    return (
-        (whole.local_base[:, None] + here).ravel(),
-        (whole.remote_base[:, None] + there).ravel(),
-        np.repeat(whole.nbytes, here.size),
-    )
-
-
-def _outer(local_base: Int64Array, remote_base: Int64Array, runs: Pieces) -> Pieces:
-    """Repeat runs for every base address."""
-    here, there, nbytes = runs
-    return (
-        (local_base[:, None] + here).ravel(),
-        (remote_base[:, None] + there).ravel(),
-        np.broadcast_to(nbytes, (local_base.size, nbytes.size)).ravel(),
-    )
+    for nbytes in np.unique(whole.nbytes):
+        runs = merge_runs(here, there, np.full(here.size, nbytes))
+        same = whole.nbytes == nbytes
+        yield _Part(whole.local_base[same], whole.remote_base[same], runs, True)
 
 
 def _pattern(stream: Stream, segments: Segments, tokens: int) -> Pieces:

@@ -1,22 +1,42 @@
 """Who holds what, and which producer rank serves which units to which consumer rank.
 
-Both engines are partitions of the same index space, layer x component x unit. An *edge* is one
-cell of their common refinement: units that one producer rank gives to one consumer rank. Edges
-are worked out once for all layers that are held in the same way, for whole engines, so pull and
-push, and every rank of either side, come to the same answer.
+Both engines are partitions of the same index space, layer x component x unit x token. An *edge*
+is one cell of their common refinement: units that one producer rank gives to one consumer rank,
+of the tokens that both hold. Edges are worked out once for all layers that are held in the same
+way, for whole engines, so pull and push, and every rank of either side, come to the same answer.
 """
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvbridge.errors import CoverageError, PlanError
 from kvbridge.model import LayerKey, Rank, RankCache, TransferTopology
+from kvbridge.plan.shares import ALL_TOKENS, TokenShare, shares_meet
 
 Units = tuple[int, int]
-LayerShard = tuple[tuple[str, int, int], ...]
-"""Components of a layer that a rank holds: ``(name, unit_start, unit_end)``."""
+
+
+class LayerShard(NamedTuple):
+    """What a rank holds of a layer.
+
+    Attributes:
+        parts: ``(component, unit_start, unit_end)`` of each component.
+        tokens: Which tokens of a sequence.
+    """
+
+    parts: tuple[tuple[str, int, int], ...]
+    tokens: TokenShare
+
+
+class Holding(NamedTuple):
+    """What a rank holds of a component."""
+
+    units: Units
+    tokens: TokenShare
+
 
 Holdings = dict[LayerKey, dict[Rank, LayerShard]]
 """For every layer of an engine, the ranks that hold it and their shares."""
@@ -41,14 +61,20 @@ class EdgeGroup:
     edges: tuple[Edge, ...]
 
 
+def token_share(cache: RankCache, group: int) -> TokenShare:
+    """Return which tokens a rank holds in one of its cache groups; state is never shared out."""
+    if cache.groups[group].kind == "state" or cache.dcp_size == 1:
+        return ALL_TOKENS
+    return TokenShare(cache.dcp_rank, cache.dcp_size, cache.dcp_interleave_tokens)
+
+
 def holdings_of(caches: Mapping[Rank, RankCache]) -> Holdings:
     """Return who holds what in an engine that has announced all its ranks."""
     holdings: Holdings = defaultdict(dict)
     for rank, cache in caches.items():
         for layer in cache.layers:
-            holdings[layer.key][rank] = tuple(
-                (c.name, c.unit_start, c.unit_end) for c in layer.components
-            )
+            parts = tuple((c.name, c.unit_start, c.unit_end) for c in layer.components)
+            holdings[layer.key][rank] = LayerShard(parts, token_share(cache, layer.group))
     return dict(holdings)
 
 
@@ -56,29 +82,31 @@ def assumed_holdings(topology: TransferTopology, local: RankCache) -> Holdings:
     """Return who holds what in our own engine if it splits every component evenly.
 
     Raises:
-        PlanError: Our engine has several stages, or this rank's share is no even one.
+        PlanError: Our engine has several stages or shares out tokens, or this rank's share is no
+            even one.
     """
-    if topology.pp_size > 1:
+    if topology.pp_size > 1 or local.dcp_size > 1:
         raise PlanError(
-            f"{local.where}: our engine has {topology.pp_size} stages, so what its other ranks "
-            "hold cannot be assumed; pass local_engine, every rank's cache"
+            f"{local.where}: our engine has {topology.pp_size} stages and token shares of "
+            f"{local.dcp_size} ranks, so what its other ranks hold cannot be assumed; pass "
+            "local_engine, every rank's cache"
         )
     holdings: Holdings = {layer.key: {} for layer in local.layers}
-    for tp_rank in range(topology.tp_size):
-        for layer in local.layers:
-            shard = tuple(
+    for layer in local.layers:
+        for tp_rank in range(topology.tp_size):
+            parts = tuple(
                 (c.name, *_even_units(c.unit_total, c.unit_count, topology.tp_size, tp_rank))
                 for c in layer.components
             )
-            holdings[layer.key][(0, tp_rank)] = shard
-            if tp_rank == local.tp_rank:
-                held = tuple((c.name, c.unit_start, c.unit_end) for c in layer.components)
-                if shard != held:
-                    raise PlanError(
-                        f"{local.where}: layer {layer.key} holds {held}, an even split over "
-                        f"{topology.tp_size} ranks would be {shard}; pass local_engine, every "
-                        "rank's cache"
-                    )
+            holdings[layer.key][0, tp_rank] = LayerShard(parts, ALL_TOKENS)
+        held = tuple((c.name, c.unit_start, c.unit_end) for c in layer.components)
+        assumed = holdings[layer.key][local.rank].parts
+        if assumed != held:
+            raise PlanError(
+                f"{local.where}: layer {layer.key} holds {held}, an even split over "
+                f"{topology.tp_size} ranks would be {assumed}; pass local_engine, every "
+                "rank's cache"
+            )
     return holdings
 
 
@@ -104,7 +132,7 @@ def edges_between(
         Edges by groups of layers, and the consumer layers that no producer holds.
 
     Raises:
-        CoverageError: A layer, or some units of a component, have no producer.
+        CoverageError: A layer, or some units or tokens of a component, have no producer.
         PlanError: The two sides name different components.
     """
     alike: dict[tuple[object, object], list[LayerKey]] = defaultdict(list)
@@ -146,41 +174,70 @@ def _edges_of_layer(
 
 
 def _splits_kv(shards: Iterable[LayerShard]) -> bool:
-    return any(name in ("k", "v") for shard in shards for name, _, _ in shard)
+    return any(name in ("k", "v") for shard in shards for name, _, _ in shard.parts)
 
 
 def _by_component(
     shards: Mapping[Rank, LayerShard], split_kv: bool
-) -> dict[str, dict[Rank, Units]]:
-    """Turn shares around: for each component, who holds which units."""
-    result: dict[str, dict[Rank, Units]] = defaultdict(dict)
+) -> dict[str, dict[Rank, Holding]]:
+    """Turn shares around: for each component, who holds which units and tokens."""
+    result: dict[str, dict[Rank, Holding]] = defaultdict(dict)
     for rank, shard in shards.items():
-        for name, start, end in shard:
+        for name, start, end in shard.parts:
             for part in ("k", "v") if split_kv and name == "kv" else (name,):
-                result[part][rank] = (start, end)
+                result[part][rank] = Holding((start, end), shard.tokens)
     return dict(result)
 
 
 def _edges_of_component(
-    key: LayerKey, component: str, claims: Mapping[Rank, Units], held: Mapping[Rank, Units]
+    key: LayerKey, component: str, claims: Mapping[Rank, Holding], held: Mapping[Rank, Holding]
 ) -> list[Edge]:
-    """Cut every claim where some rank's units begin or end, and find a producer for each piece."""
-    cuts = sorted({cut for units in (*claims.values(), *held.values()) for cut in units})
+    """Cut every claim where some rank's units begin or end, and find producers for each piece."""
+    cuts = sorted({cut for each in (*claims.values(), *held.values()) for cut in each.units})
+    shares = sorted({each.tokens for each in held.values()}, key=lambda share: share.rank)
+    _check_shares(key, shares)
     edges: list[Edge] = []
     for start, end in itertools.pairwise(cuts):
-        claimants = sorted(rank for rank, (a, b) in claims.items() if a <= start and end <= b)
-        owners = sorted(rank for rank, (a, b) in held.items() if a <= start and end <= b)
-        if claimants and not owners:
-            raise CoverageError(
-                f"layer {key}, component {component!r}: units [{start}, {end}) are needed by "
-                f"consumer ranks {claimants} and held by none of the producer ranks "
-                f"{dict(sorted(held.items()))}; every unit must have an owner"
-            )
+        claimants, owners = _holders(claims, start, end), _holders(held, start, end)
         for i, claimant in enumerate(claimants):
-            # Replicas on both sides pair up evenly: neighbours share an owner only if they must.
-            owner = owners[i * len(owners) // len(claimants)]
-            edges.append(Edge(claimant, owner, component, start, end))
+            for share in _all_shares(shares):
+                if not shares_meet(claims[claimant].tokens, share):
+                    continue
+                fitting = [owner for owner in owners if held[owner].tokens == share]
+                if not fitting:
+                    raise CoverageError(
+                        f"layer {key}, component {component!r}: units [{start}, {end}){share} are "
+                        f"needed by consumer ranks {claimants} and held by none of the producer "
+                        f"ranks {_units_of(held)}; everything must have an owner"
+                    )
+                # Replicas on both sides pair up evenly: neighbours share an owner only if they
+                # must.
+                owner = fitting[i * len(fitting) // len(claimants)]
+                edges.append(Edge(claimant, owner, component, start, end))
     return _joined(edges)
+
+
+def _holders(holdings: Mapping[Rank, Holding], start: int, end: int) -> list[Rank]:
+    return sorted(r for r, ((a, b), _) in holdings.items() if a <= start and end <= b)
+
+
+def _all_shares(shares: Sequence[TokenShare]) -> Iterable[TokenShare]:
+    """Return every share of the split that the given ones belong to, held or not."""
+    one = shares[0]
+    return (TokenShare(rank, one.size, one.interleave) for rank in range(one.size))
+
+
+def _check_shares(key: LayerKey, shares: Sequence[TokenShare]) -> None:
+    splits = sorted({(share.size, share.interleave) for share in shares})
+    if len(splits) > 1:
+        raise PlanError(
+            f"layer {key}: the producer's ranks share out tokens in several ways, as (ranks, "
+            f"interleave) {splits}; one engine must have one way"
+        )
+
+
+def _units_of(held: Mapping[Rank, Holding]) -> dict[Rank, Units]:
+    return {rank: holding.units for rank, holding in sorted(held.items())}
 
 
 def _joined(edges: list[Edge]) -> list[Edge]:
@@ -189,7 +246,7 @@ def _joined(edges: list[Edge]) -> list[Edge]:
     for edge in edges:  # in order of units
         before = joined.pop((edge.consumer, edge.producer, edge.unit_start), None)
         start = before.unit_start if before else edge.unit_start
-        joined[(edge.consumer, edge.producer, edge.unit_end)] = Edge(
+        joined[edge.consumer, edge.producer, edge.unit_end] = Edge(
             edge.consumer, edge.producer, edge.component, start, edge.unit_end
         )
     return list(joined.values())

@@ -1,8 +1,8 @@
 """Block tables turned into *segments*: tokens that lie in one page here and one page there.
 
 Pieces are paired by the position of their tokens in the sequence, never by their position in a
-list, so prefix hits, look-ahead blocks and page sizes that differ need no case of their own
-(reports B05, B08, B09, B20).
+list, so prefix hits, look-ahead blocks, page sizes that differ and tokens that ranks share out
+need no case of their own (reports B05, B07, B08, B09, B20).
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,12 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvbridge.errors import BlockTableError
+from kvbridge.model import CacheGroup
 from kvbridge.plan.values import BlockTable, Grid, Int64Array
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segments:
-    """Runs of tokens, in order of local pages.
+    """Runs of cells, in order of local pages.
 
     Shape: all [S] int64, S segments.
 
@@ -27,7 +28,7 @@ class Segments:
         local_token: First token within that page.
         remote_page: Page there.
         remote_token: First token within that page.
-        tokens: Number of tokens.
+        tokens: Number of tokens; for pages and state, that move whole, all their cells.
     """
 
     local_page: Int64Array
@@ -58,6 +59,27 @@ class Segments:
         )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Runs:
+    """One side's tokens, cut wherever a page or a share begins.
+
+    Shape: all [S] int64.
+
+    Attributes:
+        first: First token of each run.
+        tokens: Number of tokens.
+        page: Page that holds them.
+        token: Place of the first one within that page.
+        is_null: Which runs lie in blocks that hold nothing; None if there are no such blocks.
+    """
+
+    first: Int64Array
+    tokens: Int64Array
+    page: Int64Array
+    token: Int64Array
+    is_null: NDArray[np.bool_] | None
+
+
 @dataclass(frozen=True, slots=True)
 class Side:
     """One side's tables, checked as they are used.
@@ -74,112 +96,255 @@ class Side:
     blocks: Mapping[int, int]
     is_destination: bool
 
-    def blocks_of(self, grid: Grid, start: int, end: int) -> tuple[Int64Array, BlockTable]:
-        """Return the checked ids of the entries up to the last one needed.
+    def what(self, group: int) -> str:
+        """Name a table, for messages."""
+        return f"{self.name} block table of group {group}"
+
+    def runs(self, grid: Grid, start: int, end: int, *, packed: bool) -> Runs:
+        """Return where the tokens ``[start, end)`` lie.
+
+        Args:
+            grid: How the side lays a sequence over pages.
+            start: First token.
+            end: One past the last token.
+            packed: Count tokens as the rank packs them, instead of as the sequence has them.
 
         Raises:
             BlockTableError: The table does not cover the tokens, or lists impossible blocks.
         """
+        table, share = self.tables[grid.group], grid.share
+        origin = share.before(table.start_token)
+        first, last = share.before(start), share.before(end)
+        ids = self._blocks(grid, table, (first - origin, last - origin), (start, end))
+        cuts = _multiples(origin, grid.page_tokens, first, last)
+        if not packed and not share.is_whole:
+            cuts = np.union1d(cuts, _multiples(0, share.interleave, first, last))
+        position = cuts - origin
+        page_index = position // grid.page_tokens
+        token = position - page_index * grid.page_tokens
+        if grid.pages_per_block == 1:
+            block = page = ids[page_index]
+        else:
+            block_index = page_index // grid.pages_per_block
+            block = ids[block_index]
+            page = page_index + (block - block_index) * grid.pages_per_block
+        return Runs(
+            first=cuts if packed else share.tokens(cuts),
+            tokens=np.diff(cuts, append=last) if cuts.size else cuts,
+            page=page,
+            token=token,
+            is_null=None if table.null_block_id is None else block == table.null_block_id,
+        )
+
+    def state_block(self, grid: Grid) -> int | None:
+        """Return the block that a state group's table lists, if any.
+
+        Raises:
+            BlockTableError: The table lists several blocks, or an impossible one.
+        """
         table = self.tables[grid.group]
-        what = f"{self.name} block table of group {grid.group}"
-        block_tokens = grid.page_tokens * grid.pages_per_block
-        last = -(-(end - table.start_token) // block_tokens)
-        if start < table.start_token or last > len(table.block_ids):
-            covered = table.start_token + len(table.block_ids) * block_tokens
+        ids = self._integers(table, len(table.block_ids), grid.group)
+        real = np.unique(ids if table.null_block_id is None else ids[ids != table.null_block_id])
+        if real.size > 1:
             raise BlockTableError(
-                f"{what} covers tokens [{table.start_token}, {covered}) in "
-                f"{len(table.block_ids)} blocks of {block_tokens}; tokens [{start}, {end}) must "
+                f"{self.what(grid.group)} lists blocks {real[:8].tolist()}; a state is one block: "
+                "list the block that holds it now"
+            )
+        self._check_ids(grid.group, real)
+        return int(real[0]) if real.size else None
+
+    def _blocks(
+        self, grid: Grid, table: BlockTable, place: tuple[int, int], tokens: tuple[int, int]
+    ) -> Int64Array:
+        """Return the checked ids of the entries up to the last one needed.
+
+        Args:
+            grid: How the side lays a sequence over pages.
+            table: Where its entries come from.
+            place: First position needed and one past the last, counted from the table's first.
+            tokens: What that is in the sequence, for the message.
+        """
+        first, last = place
+        if first >= last:
+            return np.empty(0, np.int64)
+        block_tokens = grid.page_tokens * grid.pages_per_block
+        needed = -(-last // block_tokens)
+        if first < 0 or needed > len(table.block_ids):
+            step = block_tokens * grid.share.size
+            covered = table.start_token + len(table.block_ids) * step
+            raise BlockTableError(
+                f"{self.what(grid.group)} covers tokens [{table.start_token}, {covered}) in "
+                f"{len(table.block_ids)} blocks of {step}; tokens [{tokens[0]}, {tokens[1]}) must "
                 "move; list every block that holds them"
             )
-        ids = np.asarray(table.block_ids)[:last]
-        if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise BlockTableError(f"{what} must list integers, got {ids.dtype} {ids.shape}")
-        ids = ids.astype(np.int64, copy=False)
-        self._check_ids(what, ids, table.null_block_id, self.blocks[grid.group])
-        return ids, table
+        ids = self._integers(table, needed, grid.group)
+        real = ids if table.null_block_id is None else ids[ids != table.null_block_id]
+        self._check_ids(grid.group, real)
+        return ids
 
-    def _check_ids(self, what: str, ids: Int64Array, null: int | None, limit: int) -> None:
-        real = ids if null is None else ids[ids != null]
+    def _integers(self, table: BlockTable, count: int, group: int) -> Int64Array:
+        ids: NDArray[Any] = np.asarray(table.block_ids)
+        if ids.size and (ids.ndim != 1 or ids.dtype.kind not in "iu"):
+            raise BlockTableError(
+                f"{self.what(group)} must list integers, got {ids.dtype} {ids.shape}"
+            )
+        return ids[:count].astype(np.int64, copy=False)
+
+    def _check_ids(self, group: int, real: Int64Array) -> None:
         if not real.size:
             return
-        if real.min() < 0 or real.max() >= limit:
-            bad = real[(real < 0) | (real >= limit)][0]
+        ordered = np.sort(real)
+        limit = self.blocks[group]
+        if ordered[0] < 0 or ordered[-1] >= limit:
+            bad = ordered[0] if ordered[0] < 0 else ordered[-1]
             raise BlockTableError(
-                f"{what} lists block {bad}; blocks 0 to {limit - 1} exist; "
+                f"{self.what(group)} lists block {bad}; blocks 0 to {limit - 1} exist; "
                 "pass the engine's own block ids"
             )
-        if self.is_destination:
-            ordered = np.sort(real)
-            twice = ordered[1:] == ordered[:-1]
-            if twice.any():
-                raise BlockTableError(
-                    f"{what} lists block {ordered[1:][twice][0]} twice; a destination block "
-                    "can hold the tokens of one position only"
-                )
+        if self.is_destination and (ordered[1:] == ordered[:-1]).any():
+            twice = ordered[1:][ordered[1:] == ordered[:-1]][0]
+            raise BlockTableError(
+                f"{self.what(group)} lists block {twice} twice; a destination block can hold the "
+                "tokens of one position only"
+            )
+
+
+def first_token_needed(group: CacheGroup, start: int, end: int) -> int:
+    """Return the first token of ``[start, end)`` that what comes after can still see.
+
+    Windows are counted from the right end; a chunk is the one that holds the last token.
+    """
+    if group.window_tokens is None or start >= end:
+        return start
+    if group.kind == "sliding_window":
+        return max(start, end - group.window_tokens)
+    if group.kind == "chunked":
+        return max(start, (end - 1) // group.window_tokens * group.window_tokens)
+    return start
 
 
 def segments_between(
     local: Side, remote: Side, here: Grid, there: Grid, start: int, end: int
 ) -> Segments:
-    """Cut the tokens ``[start, end)`` wherever a page begins on either side.
+    """Return what of the tokens ``[start, end)`` lies where, on both sides.
 
     Raises:
         BlockTableError: A table does not cover them, lists impossible blocks, or a source block
             is null where its destination is not.
     """
-    local_ids, local_table = local.blocks_of(here, start, end)
-    remote_ids, remote_table = remote.blocks_of(there, start, end)
-    starts = _cuts(local_table.start_token, here, start, end)
-    same_cuts = here.page_tokens == there.page_tokens and not (
-        (local_table.start_token - remote_table.start_token) % here.page_tokens
-    )
-    if not same_cuts:
-        starts = np.union1d(starts, _cuts(remote_table.start_token, there, start, end))
-    tokens = np.diff(starts, append=end)
-    local_id, local_page, local_token = _place(starts, local_ids, local_table, here)
-    remote_id, remote_page, remote_token = _place(starts, remote_ids, remote_table, there)
-    segments = Segments(local_page, local_token, remote_page, remote_token, tokens)
-    if local_table.null_block_id is not None or remote_table.null_block_id is not None:
-        null_here = local_id == local_table.null_block_id
-        null_there = remote_id == remote_table.null_block_id
-        destination, source = (
-            (null_here, null_there) if local.is_destination else (null_there, null_here)
-        )
-        _check_null(source & ~destination, starts, remote if local.is_destination else local, here)
+    if here.moves == "state":
+        return _state(local, remote, here, there)
+    # Tokens that both sides pack alike are neighbours, though the sequence has others between.
+    packed = here.share == there.share
+    ours = local.runs(here, start, end, packed=packed)
+    theirs = remote.runs(there, start, end, packed=packed)
+    if here.moves == "pages":
+        _check_whole_pages(local, here, ours, theirs)
+    segments, at_ours, at_theirs = _intersection(ours, theirs)
+    if ours.is_null is not None or theirs.is_null is not None:
+        null_here = _null(ours, at_ours, len(segments))
+        null_there = _null(theirs, at_theirs, len(segments))
+        source = remote if local.is_destination else local
+        missing = null_there & ~null_here if local.is_destination else null_here & ~null_there
+        if missing.any():
+            raise BlockTableError(
+                f"{source.what(here.group if source is local else there.group)} has a null block "
+                f"for token {int(ours.first[at_ours][missing][0])}, which must move; its "
+                "destination is a real block"
+            )
         segments = segments.select(~(null_here | null_there))
+    if here.moves == "pages":
+        segments = _whole(segments, here.cells)
     if len(segments) > 1 and (segments.local_page[1:] < segments.local_page[:-1]).any():
         # In order of pages, blocks that an allocator handed out backwards are neighbours too.
         segments = segments.select(np.argsort(segments.local_page, kind="stable"))
     return segments
 
 
-def _cuts(table_start: int, grid: Grid, start: int, end: int) -> Int64Array:
-    """Return ``start`` and every token after it where a page begins."""
-    first = table_start + (start - table_start) // grid.page_tokens * grid.page_tokens
-    cuts = np.arange(first, end, grid.page_tokens, dtype=np.int64)
-    cuts[0] = start
-    return cuts
+def _multiples(origin: int, step: int, first: int, last: int) -> Int64Array:
+    """Return ``first`` and every later position, before ``last``, a step away from the origin."""
+    start = origin + (first - origin) // step * step
+    cuts = np.arange(start, last, step, dtype=np.int64)
+    if first < last:
+        cuts[0] = first
+        return cuts
+    return cuts[:0]
 
 
-def _place(
-    tokens: Int64Array, ids: Int64Array, table: BlockTable, grid: Grid
-) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """Return block id, page and token within the page, for tokens of the sequence."""
-    position = tokens - table.start_token
-    page_index = position // grid.page_tokens
-    token = position - page_index * grid.page_tokens
-    if grid.pages_per_block == 1:
-        block = ids[page_index]
-        return block, block, token
-    block_index = page_index // grid.pages_per_block
-    block = ids[block_index]
-    within = page_index - block_index * grid.pages_per_block
-    return block, block * grid.pages_per_block + within, token
+_Where = NDArray[np.intp] | slice
 
 
-def _check_null(missing: NDArray[np.bool_], starts: Int64Array, source: Side, grid: Grid) -> None:
-    if missing.any():
+def _intersection(ours: Runs, theirs: Runs) -> tuple[Segments, _Where, _Where]:
+    """Return the common refinement of two cuttings, and which run of each side it comes from."""
+    if np.array_equal(ours.first, theirs.first) and np.array_equal(ours.tokens, theirs.tokens):
+        segments = Segments(ours.page, ours.token, theirs.page, theirs.token, ours.tokens)
+        return segments, slice(None), slice(None)
+    ends = ours.first + ours.tokens, theirs.first + theirs.tokens
+    cuts = np.unique(np.concatenate((ours.first, theirs.first, *ends)))
+    first, tokens = cuts[:-1], np.diff(cuts)
+    at = [np.searchsorted(side.first, first, side="right") - 1 for side in (ours, theirs)]
+    held = (at[0] >= 0) & (at[1] >= 0)
+    held &= (first < ends[0][at[0]]) & (first < ends[1][at[1]])
+    first, tokens = first[held], tokens[held]
+    here, there = at[0][held], at[1][held]
+    segments = Segments(
+        ours.page[here],
+        ours.token[here] + first - ours.first[here],
+        theirs.page[there],
+        theirs.token[there] + first - theirs.first[there],
+        tokens,
+    )
+    return segments, here, there
+
+
+def _null(runs: Runs, at: _Where, count: int) -> NDArray[np.bool_]:
+    return np.zeros(count, bool) if runs.is_null is None else runs.is_null[at]
+
+
+def _state(local: Side, remote: Side, here: Grid, there: Grid) -> Segments:
+    """Return the pages of the one block that holds a state, if the destination lists one."""
+    ours, theirs = local.state_block(here), remote.state_block(there)
+    wanted, given, source = (
+        (ours, theirs, remote) if local.is_destination else (theirs, ours, local)
+    )
+    if wanted is None:
+        return _whole(Segments(*np.empty((5, 0), np.int64)), here.cells)
+    if given is None or ours is None or theirs is None:
         raise BlockTableError(
-            f"{source.name} block table of group {grid.group} has a null block for token "
-            f"{int(starts[missing][0])}, which must move; its destination is a real block"
+            f"{source.what(here.group if source is local else there.group)} lists no block, but "
+            f"the destination expects the state in block {wanted}; list the block that holds it"
         )
+    pages = np.arange(here.pages_per_block, dtype=np.int64)
+    zero = np.zeros_like(pages)
+    return _whole(
+        Segments(
+            ours * here.pages_per_block + pages,
+            zero,
+            theirs * there.pages_per_block + pages,
+            zero,
+            zero,
+        ),
+        here.cells,
+    )
+
+
+def _whole(segments: Segments, cells: int) -> Segments:
+    """Return segments that move all cells of their pages."""
+    return Segments(
+        segments.local_page,
+        np.zeros_like(segments.local_token),
+        segments.remote_page,
+        np.zeros_like(segments.remote_token),
+        np.full_like(segments.tokens, cells),
+    )
+
+
+def _check_whole_pages(local: Side, here: Grid, ours: Runs, theirs: Runs) -> None:
+    """Refuse ranges that begin within a page which can only be moved whole."""
+    for runs in (ours, theirs):
+        if runs.token.any():
+            raise BlockTableError(
+                f"{local.what(here.group)}: pages of {here.page_tokens} tokens move whole, but the "
+                f"range begins with token {int(runs.token[runs.token > 0][0])} of one; start where "
+                "a page starts on both sides"
+            )

@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvbridge.errors import PlanError
 from kvbridge.model import LayerKey, Rank
+from kvbridge.plan.shares import ALL_TOKENS, TokenShare
 
 Direction = Literal["read", "write"]
 Strategy = Literal["auto", "direct", "staged"]
@@ -38,25 +39,52 @@ class PlanOptions:
             raise PlanError(f"strategy {self.strategy!r} is unknown; known: auto, direct, staged")
 
 
+Moves = Literal["tokens", "pages", "state"]
+"""What is moved at a time: any tokens, whole pages only, or the one block of a state."""
+
+
+class Paging(NamedTuple):
+    """How a sequence is laid over pages; grids of equal paging use the same segments."""
+
+    group: int
+    moves: Moves
+    page_tokens: int
+    pages_per_block: int
+    cells: int
+    share: TokenShare
+
+
 @dataclass(frozen=True, slots=True)
 class Grid:
     """How one side of a region steps through memory, without addresses.
 
     Attributes:
         group: Index of the cache group whose block table says which pages.
+        moves: What is moved at a time.
         page_stride: Bytes between pages.
-        page_tokens: Tokens of a page.
+        page_tokens: Tokens of the sequence that a page stands for; 0 for state.
         pages_per_block: Pages of a logical block.
         unit_stride: Bytes between units.
-        token_stride: Bytes between tokens.
+        token_stride: Bytes between neighbouring cells of a unit.
+        cells: Cells of a unit in a page; its tokens where any tokens may move.
+        share: Which tokens of a sequence the rank holds.
     """
 
     group: int
+    moves: Moves
     page_stride: int
     page_tokens: int
     pages_per_block: int
     unit_stride: int
     token_stride: int
+    cells: int
+    share: TokenShare = ALL_TOKENS
+
+    @property
+    def paging(self) -> Paging:
+        """What decides which pages hold which tokens."""
+        return Paging(self.group, self.moves, self.page_tokens, self.pages_per_block,
+                      self.cells, self.share)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +123,11 @@ class RegionPlan:
 
     @property
     def nbytes_per_token(self) -> int:
-        """Bytes that one token of this region has."""
-        return self.unit_count * self.cell_bytes
+        """Bytes that one token of this region has; 0 for state, which has no tokens."""
+        if self.local.moves == "state":
+            return 0
+        page_nbytes = self.unit_count * self.cell_bytes * self.local.cells
+        return page_nbytes // self.local.page_tokens
 
 
 @dataclass(frozen=True, slots=True)

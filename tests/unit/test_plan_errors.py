@@ -151,23 +151,22 @@ def test_unknown_strategies_are_refused() -> None:
         PlanOptions(strategy="fast")  # type: ignore[arg-type]
 
 
-# --- what is not planned yet ---------------------------------------------------------------------
+# --- kinds of caches -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["state", "sliding_window", "chunked"])
-def test_cache_groups_that_are_not_planned_yet_are_refused(kind: str) -> None:
+def test_a_layer_of_another_kind_there_is_refused(kind: str) -> None:
     def changed(cache: RankCache) -> RankCache:
         return replace(cache, groups=tuple(replace(group, kind=kind) for group in cache.groups))
 
-    with pytest.raises(UnsupportedLayoutError, match=f"'there'.*kind '{kind}' are not planned yet"):
+    with pytest.raises(PlanError, match=rf"\(kind, window\) is \('attention', None\) .*'{kind}'"):
         generate(remotes={rank: changed(cache) for rank, cache in THERE.caches.items()})
-    with pytest.raises(UnsupportedLayoutError, match=f"'here'.*kind '{kind}' are not planned yet"):
-        generate(local=changed(HERE.caches[0, 0]))
 
 
-def test_context_parallelism_is_refused() -> None:
+def test_tokens_that_no_rank_holds_are_refused() -> None:
+    """A producer whose ranks all hold the first of two token shares lacks the other."""
     remotes = {rank: replace(cache, dcp_size=2) for rank, cache in THERE.caches.items()}
-    with pytest.raises(UnsupportedLayoutError, match=r"'there'.*\(size 2\) is not planned yet"):
+    with pytest.raises(CoverageError, match="token share 1 of 2"):
         generate(remotes=remotes)
 
 
