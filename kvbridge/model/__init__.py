@@ -1,7 +1,15 @@
 """Values: what an engine is made of and what its ranks hold."""
 
 from kvbridge.model.arrays import memory_region
-from kvbridge.model.cache import CacheComponent, CacheGroup, LayerCache, LayerKey, Rank, RankCache
+from kvbridge.model.cache import (
+    CacheComponent,
+    CacheGroup,
+    Geometry,
+    LayerCache,
+    LayerKey,
+    Rank,
+    RankCache,
+)
 from kvbridge.model.engine import transfer_infos
 from kvbridge.model.layers import attention_layer, mla_layer, opaque_layer
 from kvbridge.model.memory import Region
@@ -18,6 +26,7 @@ __all__ = [
     "CacheGroup",
     "EngineId",
     "EngineTransferInfo",
+    "Geometry",
     "LayerCache",
     "LayerKey",
     "MambaConvSplitInfo",

@@ -7,6 +7,8 @@ engine's sharding is ever assumed from its sizes.
 import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar
+from weakref import WeakValueDictionary
 
 from kvbridge.errors import UnsupportedLayoutError
 from kvbridge.model.memory import Region
@@ -199,8 +201,36 @@ class CacheGroup:
             )
 
 
+class Geometry:
+    """What caches of one shape have in common; equal shapes are one object.
+
+    Comparing two ranks' caches then takes no longer than comparing two pointers, however many
+    layers they have.
+    """
+
+    __slots__ = ("__weakref__", "_content")
+
+    _known: ClassVar["WeakValueDictionary[tuple[Any, ...], Geometry]"] = WeakValueDictionary()
+
+    def __init__(self, content: tuple[Any, ...]) -> None:
+        """Keep the content, which is what is looked up by."""
+        self._content = content
+
+    @classmethod
+    def of(cls, content: tuple[Any, ...]) -> "Geometry":
+        """Return the one object for some content."""
+        return cls._known.setdefault(content, cls(content))
+
+
+class _HasGeometry:
+    """A slot beside the fields of a value, which is no part of it."""
+
+    __slots__ = ("_geometry",)
+    _geometry: Geometry
+
+
 @dataclass(frozen=True, slots=True)
-class RankCache:
+class RankCache(_HasGeometry):
     """Everything that one rank holds, and the memory it lies in.
 
     Attributes:
@@ -247,6 +277,22 @@ class RankCache:
             seen.add(layer.key)
             self._check_group(layer)
         self._check_bounds()
+        self.geometry  # noqa: B018 - worked out here, so that planning need not
+
+    @property
+    def geometry(self) -> Geometry:
+        """All of the cache but its addresses, its number of pages and whose it is."""
+        try:
+            return self._geometry
+        except AttributeError:
+            layers = tuple(
+                (layer.layer, layer.name, layer.group, layer.page_stride, layer.components)
+                for layer in self.layers
+            )
+            tokens = (self.dcp_rank, self.dcp_size, self.dcp_interleave_tokens)
+            geometry = Geometry.of((self.rank, layers, self.groups, tokens))
+            object.__setattr__(self, "_geometry", geometry)
+            return geometry
 
     @property
     def rank(self) -> Rank:

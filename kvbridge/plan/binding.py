@@ -1,61 +1,45 @@
 """Addresses for a plan, arranged so that lowering is array arithmetic.
 
-Regions that step through memory alike form a *stream*: one pattern of pieces, many base
-addresses. Where whole pages move and the pieces of neighbouring regions touch on both sides, as
-layers do in caches that keep a block's layers together, they are fused once, here.
+An engine that a plan is bound to costs a few small arrays of base addresses. They are arranged
+when the first request of that engine is lowered: where whole pages move and the pieces of
+neighbouring regions touch on both sides, as layers do in caches that keep a block's layers
+together, they are fused once, here.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvbridge.errors import CoverageError, PlanError
-from kvbridge.model import CacheGroup, LayerCache, Rank, RankCache
-from kvbridge.plan.components import component_of, grid_of
-from kvbridge.plan.values import Grid, Int64Array, RegionPlan
+from kvbridge.model import CacheGroup, Rank, RankCache
+from kvbridge.plan.pieces import Seams, merge_runs
+from kvbridge.plan.shape import Pattern, PlanShape, SourceShape, shape_of
+from kvbridge.plan.values import Grid, Int64Array
 
 if TYPE_CHECKING:
     from kvbridge.plan.plan import EngineTransferPlan
 
 
-Seams = tuple[Int64Array, Int64Array]
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Stream:
-    """Regions of one remote rank that repeat one pattern.
+    """A pattern and the addresses that it repeats at.
 
-    Shape: local_base, remote_base [R] int64, R regions.
-
-    Attributes:
-        local: How the regions step through memory here.
-        remote: How they step through memory there.
-        units: Units of each region.
-        cell_bytes: Bytes of a cell.
-        local_base: Address here of the first unit's first token on page 0.
-        remote_base: The same there.
-        row_bytes: Bytes of a token where consecutive tokens are one piece on both sides, else 0.
-        page_bytes: Bytes of a page where a whole page is one piece on both sides, else 0.
+    Shape: local_base, remote_base [R] int64, in order of local addresses.
     """
 
-    local: Grid
-    remote: Grid
-    units: int
-    cell_bytes: int
+    pattern: Pattern
     local_base: Int64Array
     remote_base: Int64Array
-    row_bytes: int
-    page_bytes: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WholePages:
-    """What the whole pages of several streams are, with neighbours fused.
+    """Pieces of one length that the whole pages of several streams are made of.
 
-    Shape: local_base, remote_base, nbytes [F] int64, F pieces of a page.
+    Shape: local_base, remote_base [F] int64, F pieces of a page, with neighbours fused.
 
     Attributes:
         local: A grid that steps from page to page as all of them do here.
@@ -63,14 +47,14 @@ class WholePages:
         local_base: Address here of each piece on page 0.
         remote_base: The same there.
         nbytes: Length of each piece.
-        region_count: Number of regions before they were fused.
+        region_count: Number of regions that they were fused from.
     """
 
     local: Grid
     remote: Grid
     local_base: Int64Array
     remote_base: Int64Array
-    nbytes: Int64Array
+    nbytes: int
     region_count: int
 
 
@@ -80,7 +64,7 @@ class RankBinding:
 
     Attributes:
         rank: The remote rank.
-        seams: Addresses where regions abut, here and there; no piece crosses one.
+        seams: Addresses that no piece crosses.
         streams: Patterns that move every page by themselves.
         partial: Patterns that move only parts of pages; their whole pages are in ``whole``.
         whole: Whole pages that are one piece or less.
@@ -93,23 +77,32 @@ class RankBinding:
     whole: tuple[WholePages, ...]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Binding:
     """A plan's addresses.
 
     Attributes:
-        ranks: One entry for each source of the plan.
+        shape: What the plan shares with all engines of this shape.
+        bases: For each source, the addresses of its regions here and there.
+        seams: For each source, addresses that no piece crosses.
         local_blocks: Logical blocks that this rank has, for each local cache group.
         remote_blocks: Logical blocks that every source has, for each remote cache group.
         destination_is_local: Whether this rank's memory is written.
         groups: The cache groups of this engine.
     """
 
-    ranks: tuple[RankBinding, ...]
+    shape: PlanShape
+    bases: tuple[tuple[Int64Array, Int64Array], ...]
+    seams: tuple[Seams, ...]
     local_blocks: Mapping[int, int]
     remote_blocks: Mapping[int, int]
     destination_is_local: bool
     groups: tuple[CacheGroup, ...]
+
+    @cached_property
+    def ranks(self) -> tuple[RankBinding, ...]:
+        """One entry for each source; arranged when first asked for."""
+        return tuple(map(_arrange, self.shape.sources, self.bases, self.seams))
 
 
 def bind_plan(
@@ -119,171 +112,109 @@ def bind_plan(
 
     Raises:
         PlanError: The caches have another shape than the plan.
-        CoverageError: A piece lies outside the regions that a rank announced.
+        CoverageError: The plan moves units that a rank does not hold.
     """
-    if local.rank != plan.local_rank:
-        raise PlanError(f"the plan is for rank {plan.local_rank}, the cache is of {local.where}")
-    ours = {layer.key: layer for layer in local.layers}
-    blocks: tuple[dict[int, int], dict[int, int]] = ({}, {})
-    ranks = []
-    for source in plan.sources:
-        remote = remotes.get(source.rank)
-        if remote is None:
-            raise PlanError(f"the plan needs remote rank {source.rank}; got {sorted(remotes)}")
-        theirs = {layer.key: layer for layer in remote.layers}
-        bases: dict[tuple[Grid, Grid, int, int], list[tuple[int, int]]] = defaultdict(list)
-        for region in source.regions:
-            pair = _pair(region, ours, theirs, local, remote)
-            for count, grid, layer in zip(blocks, (region.local, region.remote), pair, strict=True):
-                held = layer.page_count // grid.pages_per_block
-                count[grid.group] = min(held, count.get(grid.group, held))
-            key = (region.local, region.remote, region.unit_count, region.cell_bytes)
-            bases[key].append(_bases(region, pair, (local, remote)))
-        streams = [_stream(key, pairs) for key, pairs in bases.items()]
-        ranks.append(_arrange(source.rank, streams, (_seams(local), _seams(remote))))
+    shape = plan.binding.shape if plan.binding else None
+    if shape is None or not shape.fits(local, remotes):
+        shape = shape_of(plan, local, remotes)
+    seams_here = _seams(local)
     return Binding(
-        tuple(ranks),
-        *blocks,
+        shape=shape,
+        bases=tuple(
+            (source.local.bases(local), source.remote.bases(remotes[source.rank]))
+            for source in shape.sources
+        ),
+        seams=tuple((seams_here, _seams(remotes[source.rank])) for source in shape.sources),
+        local_blocks=_blocks((local, source.local_groups) for source in shape.sources),
+        remote_blocks=_blocks(
+            (remotes[source.rank], source.remote_groups) for source in shape.sources
+        ),
         destination_is_local=plan.direction == "read",
         groups=plan.local_groups,
     )
 
 
-def _pair(
-    region: RegionPlan,
-    ours: Mapping[tuple[int, str], LayerCache],
-    theirs: Mapping[tuple[int, str], LayerCache],
-    local: RankCache,
-    remote: RankCache,
-) -> tuple[LayerCache, LayerCache]:
-    for layers, cache in ((ours, local), (theirs, remote)):
-        if region.key not in layers:
-            raise PlanError(f"{cache.where} does not hold layer {region.key} of the plan")
-    return ours[region.key], theirs[region.key]
-
-
-def _bases(
-    region: RegionPlan, layers: tuple[LayerCache, LayerCache], caches: tuple[RankCache, RankCache]
-) -> tuple[int, int]:
-    """Return the addresses of a region's first cell, after checking that the shapes agree."""
-    result = []
-    pair = component_of(region.component, *layers, is_state=region.local.moves == "state")
-    for cache, layer, component, planned in zip(
-        caches, layers, pair, (region.local, region.remote), strict=True
-    ):
-        what = f"{cache.where}, layer {region.key}, component {region.component!r}"
-        held = grid_of(cache, layer, component)
-        if (held, component.cell_bytes) != (planned, region.cell_bytes):
-            raise PlanError(
-                f"{what}: cells of {component.cell_bytes} bytes lie as {held}; the plan has cells "
-                f"of {region.cell_bytes} bytes as {planned}; make a new plan for these caches"
-            )
-        if region.unit_start < component.unit_start or component.unit_end < region.unit_end:
-            raise CoverageError(
-                f"{what}: the plan moves units [{region.unit_start}, {region.unit_end}), the rank "
-                f"holds [{component.unit_start}, {component.unit_end})"
-            )
-        first_unit = (region.unit_start - component.unit_start) * component.unit_stride
-        result.append(layer.base_address + component.offset + first_unit)
-    return result[0], result[1]
-
-
-def _stream(key: tuple[Grid, Grid, int, int], pairs: list[tuple[int, int]]) -> Stream:
-    local, remote, units, cell_bytes = key
-    # Addresses are kept as int64 bit patterns: sums with offsets wrap to the right uint64.
-    bases = np.array(pairs, np.uint64).view(np.int64)
-    order = np.argsort(bases[:, 0], kind="stable")
-    unit_axis = (units, local.unit_stride, remote.unit_stride)
-    row_bytes = one_piece(cell_bytes, unit_axis)
-    if row_bytes != local.token_stride or row_bytes != remote.token_stride:
-        row_bytes = 0
-    page_bytes = 0
-    if local.cells == remote.cells:
-        token_axis = (local.cells, local.token_stride, remote.token_stride)
-        page_bytes = one_piece(cell_bytes, unit_axis, token_axis)
-    return Stream(
-        local, remote, units, cell_bytes, bases[order, 0], bases[order, 1], row_bytes, page_bytes
-    )
-
-
-def one_piece(cell_bytes: int, *axes: tuple[int, int, int]) -> int:
-    """Return the bytes of a grid of cells if it is one piece on both sides, else 0.
-
-    Args:
-        cell_bytes: Bytes of a cell.
-        axes: ``(count, stride here, stride there)`` of each axis.
-    """
-    nbytes = cell_bytes
-    for count, here, there in sorted(axes, key=lambda axis: axis[1]):
-        if count == 1:
-            continue
-        if here != nbytes or there != nbytes:
-            return 0
-        nbytes *= count
-    return nbytes
+def _blocks(caches: Iterable[tuple[RankCache, frozenset[int]]]) -> dict[int, int]:
+    """Return how many blocks of each group every layer of every rank has."""
+    blocks: dict[int, int] = {}
+    for cache, groups in caches:
+        for layer in cache.layers:
+            if layer.group in groups:
+                held = layer.page_count // cache.groups[layer.group].pages_per_block
+                blocks[layer.group] = min(held, blocks.get(layer.group, held))
+    return blocks
 
 
 def _seams(cache: RankCache) -> Int64Array:
     """Return where one region begins at another's end: memory that touches, registered apart."""
+    if len(cache.regions) == 1:
+        return np.empty(0, np.int64)
     ends = {region.end for region in cache.regions}
     starts = sorted(region.address for region in cache.regions if region.address in ends)
     return np.array(starts, np.uint64).view(np.int64)
 
 
-def _arrange(rank: Rank, streams: list[Stream], seams: Seams) -> RankBinding:
-    """Find whole pages that are one piece, and fuse across streams the regions that touch."""
+def _arrange(
+    source: SourceShape, bases: tuple[Int64Array, Int64Array], seams: Seams
+) -> RankBinding:
+    """Find whole pages that are one piece, and fuse across patterns the regions that touch."""
     alike: dict[tuple[object, ...], list[Stream]] = defaultdict(list)
-    alone = [stream for stream in streams if not stream.page_bytes]
-    for stream in streams:
-        here, there = stream.local, stream.remote
-        if stream.page_bytes:
+    alone: list[Stream] = []
+    for pattern in source.patterns:
+        stream = _stream(pattern, bases)
+        here, there = pattern.local, pattern.remote
+        if pattern.page_bytes:
             alike[here.paging, there.paging, here.page_stride, there.page_stride].append(stream)
+        else:
+            alone.append(stream)
     partial: list[Stream] = []
     whole: list[WholePages] = []
     for members in alike.values():
         together = _fused(members, seams)
-        if together.local_base.size == together.region_count:
+        if sum(each.local_base.size for each in together) == _region_count(members):
             # Nothing touches. Rows of tokens then do better alone: a part of a page joins the
             # whole page before it.
-            alone += [stream for stream in members if stream.row_bytes]
-            rest = [stream for stream in members if not stream.row_bytes]
+            alone += [stream for stream in members if stream.pattern.row_bytes]
+            rest = [stream for stream in members if not stream.pattern.row_bytes]
         else:
             rest = members
         if rest:
             partial += rest
-            whole.append(_fused(rest, seams))
-    return RankBinding(rank, seams, tuple(alone), tuple(partial), tuple(whole))
+            whole += _fused(rest, seams)
+    return RankBinding(source.rank, seams, tuple(alone), tuple(partial), tuple(whole))
 
 
-def _fused(members: list[Stream], seams: Seams) -> WholePages:
+def _stream(pattern: Pattern, bases: tuple[Int64Array, Int64Array]) -> Stream:
+    local, remote = (side[pattern.regions] for side in bases)
+    order = np.argsort(local.view(np.uint64), kind="stable")
+    return Stream(pattern, local[order], remote[order])
+
+
+def _region_count(streams: list[Stream]) -> int:
+    return sum(stream.local_base.size for stream in streams)
+
+
+def _fused(members: list[Stream], seams: Seams) -> list[WholePages]:
+    """Fuse the regions of streams that use the same pages; pieces of one length stay together."""
     local = np.concatenate([stream.local_base for stream in members])
     remote = np.concatenate([stream.remote_base for stream in members])
     nbytes = np.concatenate(
-        [np.full(stream.local_base.size, stream.page_bytes, np.int64) for stream in members]
+        [np.full(stream.local_base.size, stream.pattern.page_bytes) for stream in members]
     )
     order = np.argsort(local, kind="stable")
     runs = merge_runs(local[order], remote[order], nbytes[order], seams)
-    return WholePages(members[0].local, members[0].remote, *runs, region_count=local.size)
-
-
-def merge_runs(
-    local: Int64Array,
-    remote: Int64Array,
-    nbytes: Int64Array,
-    seams: Seams | None = None,
-) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """Join neighbouring pieces that touch on both sides, except across seams.
-
-    Shape: all [N] int64, in the order in which they should be joined.
-    """
-    if local.size < 2:
-        return local, remote, nbytes
-    apart = (local[1:] - local[:-1] != nbytes[:-1]) | (remote[1:] - remote[:-1] != nbytes[:-1])
-    for side, seam in zip((local, remote), seams or (), strict=False):
-        if seam.size:
-            apart |= np.isin(side[1:], seam)
-    starts = np.flatnonzero(apart)
-    if starts.size == local.size - 1:
-        return local, remote, nbytes
-    starts = np.concatenate((np.zeros(1, np.intp), starts + 1))
-    return local[starts], remote[starts], np.add.reduceat(nbytes, starts)
+    pages = []
+    for length in np.unique(runs[2]):
+        same = runs[2] == length
+        regions = np.isin(np.searchsorted(runs[0], local, side="right") - 1, np.flatnonzero(same))
+        pages.append(
+            WholePages(
+                members[0].pattern.local,
+                members[0].pattern.remote,
+                runs[0][same],
+                runs[1][same],
+                int(length),
+                int(regions.sum()),
+            )
+        )
+    return pages

@@ -8,7 +8,7 @@ import msgspec
 
 from kvbridge.errors import PlanError, UnsupportedLayoutError
 from kvbridge.model import CacheGroup, LayerKey, Rank
-from kvbridge.plan.binding import one_piece
+from kvbridge.plan.pieces import one_piece
 from kvbridge.plan.values import Direction, Grid, Need, PlanOptions, RankPlan, RegionPlan
 
 if TYPE_CHECKING:

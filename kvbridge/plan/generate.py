@@ -1,11 +1,12 @@
 """From two engines' caches to the plan of one rank."""
 
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping
 
 from kvbridge.errors import PlanError, UnsupportedLayoutError
 from kvbridge.model import (
     CacheGroup,
+    Geometry,
     LayerCache,
     LayerKey,
     Rank,
@@ -23,6 +24,10 @@ from kvbridge.plan.ownership import (
 from kvbridge.plan.plan import EngineTransferPlan
 from kvbridge.plan.values import Direction, Grid, Need, PlanOptions, RankPlan, RegionPlan
 
+KNOWN_PLANS_MAX = 128
+_known_plans: OrderedDict[tuple[object, ...], EngineTransferPlan] = OrderedDict()
+"""Plans of late by the shapes that they are for: a fleet of equal engines needs one."""
+
 
 def generate_engine_transfer_plan(
     topology: TransferTopology,
@@ -36,7 +41,8 @@ def generate_engine_transfer_plan(
     """Work out what the local rank exchanges with every rank of another engine.
 
     The plan covers exactly: every byte that the consumer needs is written once, from a rank that
-    holds it, and nothing else is touched. It comes bound to the caches it was made from.
+    holds it, and nothing else is touched. It comes bound to the caches it was made from. Engines
+    of one shape share one plan: for the second of them, only its addresses are looked at.
 
     Args:
         topology: The local rank's place in its engine.
@@ -55,6 +61,37 @@ def generate_engine_transfer_plan(
     """
     options = options or PlanOptions()
     _check_inputs(topology, local, remotes, local_engine, direction, options)
+    key = (
+        topology.tp_size,
+        topology.pp_size,
+        _geometries({local.rank: local}),
+        _geometries(local_engine or {}),
+        _geometries(remotes),
+        direction,
+        options,
+    )
+    known = _known_plans.get(key)
+    if known is None:
+        plan = _generate(topology, local, remotes, local_engine, direction, options)
+        known = _known_plans[key] = plan.bind(local, remotes)
+        while len(_known_plans) > KNOWN_PLANS_MAX:
+            _known_plans.popitem(last=False)
+        return known
+    return known.bind(local, remotes)
+
+
+def _geometries(caches: Mapping[Rank, RankCache]) -> tuple[tuple[Rank, Geometry], ...]:
+    return tuple((rank, caches[rank].geometry) for rank in sorted(caches))
+
+
+def _generate(
+    topology: TransferTopology,
+    local: RankCache,
+    remotes: Mapping[Rank, RankCache],
+    local_engine: Mapping[Rank, RankCache] | None,
+    direction: Direction,
+    options: PlanOptions,
+) -> EngineTransferPlan:
     ours = holdings_of(local_engine) if local_engine else assumed_holdings(topology, local)
     theirs = holdings_of(remotes)
     reading = direction == "read"
@@ -81,7 +118,7 @@ def generate_engine_transfer_plan(
         options=options,
     )
     plan.check()
-    return plan.bind(local, remotes)
+    return plan
 
 
 def _is_ours(local: RankCache, key: tuple[int, str], reading: bool) -> bool:

@@ -1,22 +1,16 @@
 """Lowering: block tables and a bound plan become arrays of addresses."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvbridge.errors import BlockTableError
-from kvbridge.plan.binding import (
-    Binding,
-    RankBinding,
-    Seams,
-    Stream,
-    WholePages,
-    merge_runs,
-    one_piece,
-)
+from kvbridge.plan.binding import Binding, RankBinding, Stream
+from kvbridge.plan.pieces import Pieces, Seams, merge_runs, one_piece
 from kvbridge.plan.segments import Segments, Side, first_token_needed, segments_between
+from kvbridge.plan.shape import Pattern
 from kvbridge.plan.values import (
     BlockTable,
     Grid,
@@ -28,9 +22,6 @@ from kvbridge.plan.values import (
 
 if TYPE_CHECKING:
     from kvbridge.plan.plan import EngineTransferPlan
-
-Pieces = tuple[Int64Array, Int64Array, Int64Array]
-"""Local addresses, remote addresses and lengths, all [N] int64."""
 
 _SegmentsOf = Callable[[Grid, Grid], Segments]
 
@@ -92,14 +83,18 @@ def _lower_rank(rank: RankBinding, segments_of: _SegmentsOf) -> TransferBatch:
     count = 0
     for whole in rank.whole:
         segments = segments_of(whole.local, whole.remote)
-        segments = segments.select(segments.tokens == whole.local.cells)
+        segments = segments.where(segments.tokens == whole.local.cells)
+        offsets = segments.offsets(whole.local, whole.remote)
+        runs = merge_runs(*offsets, np.full(len(segments), whole.nbytes))
+        parts.append(_Part(whole.local_base, whole.remote_base, runs, True))
         count += len(segments) * whole.region_count
-        parts += _whole(whole, segments)
     for stream in rank.partial:
-        segments = segments_of(stream.local, stream.remote)
-        count += _extend(parts, stream, segments.select(segments.tokens != stream.local.cells))
+        pattern = stream.pattern
+        segments = segments_of(pattern.local, pattern.remote)
+        count += _extend(parts, stream, segments.where(segments.tokens != pattern.local.cells))
     for stream in rank.streams:
-        count += _extend(parts, stream, segments_of(stream.local, stream.remote))
+        segments = segments_of(stream.pattern.local, stream.pattern.remote)
+        count += _extend(parts, stream, segments)
     parts = [part for part in parts if part.runs[0].size]
     if len(parts) == 1 and parts[0].is_merged():
         local, remote, nbytes = parts[0].pieces()
@@ -134,17 +129,27 @@ class _Part:
 
     def pieces(self) -> Pieces:
         here, there, nbytes = self.runs
+        lengths = np.empty((self.local_base.size, nbytes.size), np.int64)
+        lengths[:] = nbytes
         return (
             (self.local_base[:, None] + here).ravel(),
             (self.remote_base[:, None] + there).ravel(),
-            np.broadcast_to(nbytes, (self.local_base.size, nbytes.size)).ravel(),
+            lengths.ravel(),
         )
 
     def is_merged(self) -> bool:
-        """Whether no two pieces can touch: bases are further apart than their runs reach."""
-        here, _, nbytes = self.runs
-        reach = here.max() + nbytes.max() - here.min()
-        return self.runs_are_merged and not (np.diff(self.local_base) <= reach).any()
+        """Whether no two pieces touch.
+
+        Bases are mostly further apart than their runs reach; then only the last run of one can
+        touch the first run of the next.
+        """
+        here, there, nbytes = self.runs
+        steps = np.diff(self.local_base)
+        reach = here[-1] + nbytes[-1] - here[0]
+        if not self.runs_are_merged or (steps < reach).any():
+            return False
+        touch = np.diff(self.remote_base) == there[-1] + nbytes[-1] - there[0]
+        return not (touch & (steps == reach)).any()
 
 
 def _merged(parts: list[Pieces], seams: Seams) -> Pieces:
@@ -161,45 +166,38 @@ def _merged(parts: list[Pieces], seams: Seams) -> Pieces:
 
 def _extend(parts: list[_Part], stream: Stream, segments: Segments) -> int:
     """Add a stream's pieces; return their number before merging."""
-    if stream.row_bytes:
-        offsets = segments.offsets(stream.local, stream.remote)
-        runs = merge_runs(*offsets, segments.tokens * stream.row_bytes)
+    pattern = stream.pattern
+    if pattern.row_bytes:
+        offsets = segments.offsets(pattern.local, pattern.remote)
+        runs = merge_runs(*offsets, segments.tokens * pattern.row_bytes)
         parts.append(_Part(stream.local_base, stream.remote_base, runs, True))
         return stream.local_base.size * len(segments)
     count = 0
     for tokens in np.unique(segments.tokens):
         # Few values occur: whole pages, the two ends, and the steps between unequal page sizes.
-        same = segments.select(segments.tokens == tokens)
-        runs = _pattern(stream, same, int(tokens))
+        same = segments.where(segments.tokens == tokens)
+        runs = _runs(pattern, same, int(tokens))
         parts.append(_Part(stream.local_base, stream.remote_base, runs, False))
         count += stream.local_base.size * runs[0].size
     return count
 
 
-def _whole(whole: WholePages, segments: Segments) -> Iterator[_Part]:
-    """Return whole pages, each in as few pieces as its fused regions have."""
-    here, there = segments.offsets(whole.local, whole.remote)
-    for nbytes in np.unique(whole.nbytes):
-        runs = merge_runs(here, there, np.full(here.size, nbytes))
-        same = whole.nbytes == nbytes
-        yield _Part(whole.local_base[same], whole.remote_base[same], runs, True)
-
-
-def _pattern(stream: Stream, segments: Segments, tokens: int) -> Pieces:
+def _runs(pattern: Pattern, segments: Segments, tokens: int) -> Pieces:
     """Return the pieces of segments of one length, for a region whose rows are not one piece."""
-    here, there = segments.offsets(stream.local, stream.remote)
-    unit_axis = (stream.units, stream.local.unit_stride, stream.remote.unit_stride)
-    token_axis = (tokens, stream.local.token_stride, stream.remote.token_stride)
+    local, remote = pattern.local, pattern.remote
+    here, there = segments.offsets(local, remote)
+    unit_axis = (pattern.units, local.unit_stride, remote.unit_stride)
+    token_axis = (tokens, local.token_stride, remote.token_stride)
     all_axes = (unit_axis, token_axis)
-    # Whichever axis joins cells into one piece, the other one is stepped.
-    whole = one_piece(stream.cell_bytes, *all_axes)
+    whole = one_piece(pattern.cell_bytes, *all_axes)
     if whole:
         return here, there, np.full(here.size, whole, np.int64)
+    # Whichever axis joins cells into one piece, the other one is stepped.
     for inner, outer in (all_axes, all_axes[::-1]):
-        run = one_piece(stream.cell_bytes, inner)
+        run = one_piece(pattern.cell_bytes, inner)
         if run:
             return _cells(run, here, there, outer)
-    return _cells(stream.cell_bytes, here, there, *all_axes)
+    return _cells(pattern.cell_bytes, here, there, *all_axes)
 
 
 def _cells(nbytes: int, here: Int64Array, there: Int64Array, *axes: tuple[int, int, int]) -> Pieces:

@@ -105,7 +105,10 @@ class EngineTransferPlan:
             PlanError: The caches have another shape than the plan.
             CoverageError: A piece lies outside the memory that a rank announced.
         """
-        return replace(self, binding=bind_plan(self, local, remotes))
+        bound = replace(self, binding=bind_plan(self, local, remotes))
+        if "fingerprint" in vars(self):
+            vars(bound)["fingerprint"] = self.fingerprint
+        return bound
 
     def lower(
         self,

@@ -51,6 +51,10 @@ class Segments:
             self.tokens[which],
         )
 
+    def where(self, mask: NDArray[np.bool_]) -> "Segments":
+        """Return the segments that a mask chooses; mostly that is all of them."""
+        return self if mask.all() else self.select(mask)
+
     def offsets(self, local: Grid, remote: Grid) -> tuple[Int64Array, Int64Array]:
         """Return where the segments start, in bytes from page 0, here and there."""
         return (

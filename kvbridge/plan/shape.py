@@ -1,0 +1,190 @@
+"""What a plan knows of two engines' caches besides addresses: shared by all engines of one shape.
+
+Regions that step through memory alike form a *pattern*. Where each region lies is kept as the
+layer that it belongs to and an offset from that layer's base, so binding another engine of the
+same shape takes its layers' base addresses and nothing else.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvbridge.errors import CoverageError, PlanError
+from kvbridge.model import CacheComponent, Geometry, LayerCache, LayerKey, Rank, RankCache
+from kvbridge.plan.components import component_of, grid_of
+from kvbridge.plan.pieces import one_piece
+from kvbridge.plan.values import Grid, Int64Array, RankPlan, RegionPlan
+
+if TYPE_CHECKING:
+    from kvbridge.plan.plan import EngineTransferPlan
+
+IndexArray = NDArray[np.intp]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pattern:
+    """Regions of one remote rank that repeat the same pieces.
+
+    Shape: regions [R] indices into the source's regions.
+
+    Attributes:
+        local: How the regions step through memory here.
+        remote: How they step through memory there.
+        units: Units of each region.
+        cell_bytes: Bytes of a cell.
+        regions: Which regions.
+        row_bytes: Bytes of a token where consecutive tokens are one piece on both sides, else 0.
+        page_bytes: Bytes of a page where a whole page is one piece on both sides, else 0.
+    """
+
+    local: Grid
+    remote: Grid
+    units: int
+    cell_bytes: int
+    regions: IndexArray
+    row_bytes: int
+    page_bytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Placement:
+    """Where the regions of one source lie in a rank's layers.
+
+    Shape: both [R], R regions in the order of the source.
+
+    Attributes:
+        layer: Index of each region's layer within the rank.
+        offset: Bytes from that layer's base to the region's first cell on page 0.
+    """
+
+    layer: IndexArray
+    offset: Int64Array
+
+    def bases(self, cache: RankCache) -> Int64Array:
+        """Return the address of each region's first cell on page 0, as int64 bit patterns."""
+        # Sums with offsets wrap to the right uint64.
+        base = np.array([layer.base_address for layer in cache.layers], np.uint64)
+        return base.view(np.int64)[self.layer] + self.offset
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SourceShape:
+    """One source of a plan: its patterns, and where its regions lie on both sides."""
+
+    rank: Rank
+    patterns: tuple[Pattern, ...]
+    local: Placement
+    remote: Placement
+    local_groups: frozenset[int]
+    remote_groups: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlanShape:
+    """All sources of a plan, and the geometries that they were worked out for."""
+
+    local: Geometry
+    remotes: Mapping[Rank, Geometry]
+    sources: tuple[SourceShape, ...]
+
+    def fits(self, local: RankCache, remotes: Mapping[Rank, RankCache]) -> bool:
+        """Whether two engines' caches have this shape."""
+        return local.geometry is self.local and all(
+            rank in remotes and remotes[rank].geometry is geometry
+            for rank, geometry in self.remotes.items()
+        )
+
+
+def shape_of(
+    plan: "EngineTransferPlan", local: RankCache, remotes: Mapping[Rank, RankCache]
+) -> PlanShape:
+    """Work out where a plan's regions lie, after checking that the caches are what it is for.
+
+    Raises:
+        PlanError: The caches have another shape than the plan.
+        CoverageError: The plan moves units that a rank does not hold.
+    """
+    if local.rank != plan.local_rank:
+        raise PlanError(f"the plan is for rank {plan.local_rank}, the cache is of {local.where}")
+    for source in plan.sources:
+        if source.rank not in remotes:
+            raise PlanError(f"the plan needs remote rank {source.rank}; got {sorted(remotes)}")
+    return PlanShape(
+        local=local.geometry,
+        remotes={source.rank: remotes[source.rank].geometry for source in plan.sources},
+        sources=tuple(_source(source, local, remotes[source.rank]) for source in plan.sources),
+    )
+
+
+def _source(source: RankPlan, local: RankCache, remote: RankCache) -> SourceShape:
+    ours, theirs = _Places(local), _Places(remote)
+    regions: dict[tuple[Grid, Grid, int, int], list[int]] = defaultdict(list)
+    for i, region in enumerate(source.regions):
+        pair = ours.layer(region.key), theirs.layer(region.key)
+        is_state = region.local.moves == "state"
+        components = component_of(region.component, *pair, is_state=is_state)
+        ours.add(region, components[0], region.local)
+        theirs.add(region, components[1], region.remote)
+        regions[region.local, region.remote, region.unit_count, region.cell_bytes].append(i)
+    return SourceShape(
+        rank=source.rank,
+        patterns=tuple(_pattern(*key, found) for key, found in regions.items()),
+        local=ours.placement(),
+        remote=theirs.placement(),
+        local_groups=frozenset(region.local.group for region in source.regions),
+        remote_groups=frozenset(region.remote.group for region in source.regions),
+    )
+
+
+def _pattern(local: Grid, remote: Grid, units: int, cell_bytes: int, regions: list[int]) -> Pattern:
+    unit_axis = (units, local.unit_stride, remote.unit_stride)
+    row_bytes = one_piece(cell_bytes, unit_axis)
+    if row_bytes != local.token_stride or row_bytes != remote.token_stride:
+        row_bytes = 0
+    page_bytes = 0
+    if local.cells == remote.cells:
+        token_axis = (local.cells, local.token_stride, remote.token_stride)
+        page_bytes = one_piece(cell_bytes, unit_axis, token_axis)
+    return Pattern(
+        local, remote, units, cell_bytes, np.array(regions, np.intp), row_bytes, page_bytes
+    )
+
+
+class _Places:
+    """Collects where regions lie in one rank."""
+
+    def __init__(self, cache: RankCache) -> None:
+        self._cache = cache
+        self._index = {layer.key: i for i, layer in enumerate(cache.layers)}
+        self._layers: list[int] = []
+        self._offsets: list[int] = []
+
+    def layer(self, key: LayerKey) -> LayerCache:
+        if key not in self._index:
+            raise PlanError(f"{self._cache.where} does not hold layer {key} of the plan")
+        return self._cache.layers[self._index[key]]
+
+    def add(self, region: RegionPlan, component: CacheComponent, planned: Grid) -> None:
+        layer = self.layer(region.key)
+        what = f"{self._cache.where}, layer {region.key}, component {region.component!r}"
+        held = grid_of(self._cache, layer, component)
+        if (held, component.cell_bytes) != (planned, region.cell_bytes):
+            raise PlanError(
+                f"{what}: cells of {component.cell_bytes} bytes lie as {held}; the plan has cells "
+                f"of {region.cell_bytes} bytes as {planned}; make a new plan for these caches"
+            )
+        if region.unit_start < component.unit_start or component.unit_end < region.unit_end:
+            raise CoverageError(
+                f"{what}: the plan moves units [{region.unit_start}, {region.unit_end}), the rank "
+                f"holds [{component.unit_start}, {component.unit_end})"
+            )
+        first_unit = (region.unit_start - component.unit_start) * component.unit_stride
+        self._layers.append(self._index[region.key])
+        self._offsets.append(component.offset + first_unit)
+
+    def placement(self) -> Placement:
+        return Placement(np.array(self._layers, np.intp), np.array(self._offsets, np.int64))
