@@ -18,6 +18,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Base of all configuration values: frozen, named fields only, unknown keys refused."""
 
 
+TIMEOUT_MAX_S = 86_400.0
+
 ConfigT = TypeVar("ConfigT", bound=Config)
 
 
@@ -49,7 +51,33 @@ def parse_config(
     try:
         return msgspec.convert(given, kind)
     except (msgspec.ValidationError, ValueError, TypeError) as error:
-        raise ConfigError(f"{where}: {error}") from error
+        raise ConfigError(f"{where}: {_plain(str(error), given)}") from error
+
+
+def _plain(message: str, given: Mapping[str, Any]) -> str:
+    """Say in words which option a message is about, and what it was given."""
+    said, at, path = message.partition(" - at `$.")
+    key = path.rstrip("`")
+    if not at or key not in given:
+        return message
+    return f"option {key!r} is {given[key]!r}: {said.replace('`', '').lower()}"
+
+
+def check_timeout(timeout_s: float, what: str) -> float:
+    """Refuse waits that are no time: negative, endless, or not a number.
+
+    Args:
+        timeout_s: How long to wait.
+        what: What it is, for the error message.
+
+    Raises:
+        ConfigError: It is not between 0 and a day.
+    """
+    if not 0 < timeout_s <= TIMEOUT_MAX_S:
+        raise ConfigError(
+            f"{what} {timeout_s:g} must be above 0 and at most {TIMEOUT_MAX_S:g} seconds"
+        )
+    return timeout_s
 
 
 def _suggest(key: str, known: tuple[str, ...]) -> str:

@@ -142,7 +142,9 @@ def load() -> Library:
             bindings = importlib.import_module(f"{package}._bindings")
         except (ImportError, OSError) as error:
             raise TransportUnavailableError(
-                f"{package} is installed but cannot be loaded: {error}.", HINT
+                f"{package} is installed but cannot be loaded: {error}.",
+                f"Install it anew with: pip install --force-reinstall --no-deps "
+                f"{package.replace('_', '-')}",
             ) from error
         if ours_to_tame:
             _tame_logging(raise_exceptions)

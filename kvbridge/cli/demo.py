@@ -10,7 +10,15 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kvbridge.demo import STEPS, DemoConfig, DemoReport, EngineShape, ModelConfig, run_demo
+from kvbridge.demo import (
+    PROMPT_MAX_BYTES,
+    STEPS,
+    DemoConfig,
+    DemoReport,
+    EngineShape,
+    ModelConfig,
+    run_demo,
+)
 from kvbridge.errors import ConfigError
 
 EXIT_TERMINATED = 128 + signal.SIGTERM
@@ -72,7 +80,8 @@ def _config(**given: Any) -> DemoConfig:
     try:
         more = {}
         if given["prompt_file"] is not None:
-            more["prompt"] = given["prompt_file"].read_bytes()
+            with given["prompt_file"].open("rb") as file:
+                more["prompt"] = file.read(PROMPT_MAX_BYTES + 1)
         return DemoConfig(
             model=ModelConfig(layers=given["layers"], kv_heads=given["heads"], seed=given["seed"]),
             prefill=EngineShape.parse(given["prefill"]),
@@ -123,15 +132,14 @@ def _show(report: DemoReport, config: DemoConfig, *, explain: bool) -> None:
         f"prefill {config.prefill}  ->  decode {config.decode}  over {report.transport}, "
         f"{len(config.prompt)} byte prompt",
         highlight=False,
+        soft_wrap=True,
     )
     console.print(_table(report))
     if explain:
         for plan in report.plans.values():
-            console.print(plan, highlight=False, markup=False)
-    console.print(f"decode engine wrote   {bytes(report.tokens)!r}", highlight=False, markup=False)
-    console.print(
-        f"one engine writes     {bytes(report.reference)!r}", highlight=False, markup=False
-    )
+            click.echo(plan)
+    click.echo(f"decode engine wrote   {bytes(report.tokens)!r}")
+    click.echo(f"one engine writes     {bytes(report.reference)!r}")
     if report.equal:
         console.print("[green]equal[/]: every token, and every byte that moved")
         return

@@ -2,8 +2,11 @@
 
 import importlib
 import json
+import os
+import signal
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 
 import click
 
@@ -14,10 +17,13 @@ EXIT_DIFFERENT = 1
 """Something that should be equal is not, or a rule failed."""
 EXIT_MISTAKE = 2
 """What was asked for cannot be done."""
-EXIT_INTERRUPTED = 130
+EXIT_INTERRUPTED = 128 + signal.SIGINT
+EXIT_UNREAD = 128 + signal.SIGPIPE
+"""Whoever read the output went away."""
 
 _COMMANDS = {
     "demo": "Prefill on one engine, decode on another of any shape, and compare.",
+    "plan": "Show who would read what from whom, and in how many copies, without any engine.",
     "transports": "List every transport, whether it can run here, and what would change that.",
 }
 
@@ -56,26 +62,50 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        status = _kvbridge.main(words, prog_name="kvbridge", standalone_mode=False)
+        return _run(words)
+    except (KeyboardInterrupt, click.Abort):
+        click.echo("kvbridge: interrupted", err=True)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        _forget_output()
+        return EXIT_UNREAD
+    except OSError as error:
+        # The machine's fault, not the program's: a full disk, too many open files.
+        _forget_output()
+        click.echo(f"kvbridge: error: {error.strerror or error}", err=True)
+    except click.ClickException as error:
+        _complain(words, "UsageError", error.format_message())
+    except KVBridgeError as error:
+        _complain(words, getattr(error, "kind", type(error).__name__), str(error))
+    return EXIT_MISTAKE
+
+
+def _run(words: list[str]) -> int:
+    try:
+        with _kvbridge.make_context("kvbridge", list(words)) as context:
+            status = _kvbridge.invoke(context)
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message())
         return EXIT_MISTAKE
-    except click.Abort:
-        return EXIT_INTERRUPTED
-    except click.ClickException as error:
-        return _mistake(words, "UsageError", error.format_message())
-    except KVBridgeError as error:
-        return _mistake(words, getattr(error, "kind", type(error).__name__), str(error))
-    except KeyboardInterrupt:
-        click.echo("kvbridge: interrupted", err=True)
-        return EXIT_INTERRUPTED
+    except click.exceptions.Exit as error:
+        status = error.exit_code
+    if sys.stdout is not None:
+        sys.stdout.flush()
     return status if isinstance(status, int) else 0
 
 
-def _mistake(words: Sequence[str], kind: str, message: str) -> int:
+def _forget_output() -> None:
+    """Let nothing be written to an output that takes nothing any more, at exit least of all."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def _complain(words: Sequence[str], kind: str, message: str) -> None:
     line = " ".join(message.split())
-    if "--json" in words:
+    if "--json" in words or _asks_for_json(words):
         click.echo(json.dumps({"error": kind, "message": line}))
     else:
         click.echo(f"kvbridge: error: {line}", err=True)
-    return EXIT_MISTAKE
+
+
+def _asks_for_json(words: Sequence[str]) -> bool:
+    return "--format=json" in words or ("--format", "json") in pairwise(words)

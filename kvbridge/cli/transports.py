@@ -5,9 +5,6 @@ import json
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from kvbridge.transport import Availability, available_transports, get_transport
 
@@ -20,16 +17,14 @@ def command(as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps([_entry(*item) for item in found.items()], indent=2))
         return
-    table = Table("transport", "runs here", "can", "why not", "what to do", box=None)
+    width = max(map(len, found), default=0)
     for name, availability in found.items():
-        table.add_row(
-            name,
-            "yes" if availability.ok else "no",
-            _words(_capabilities(name, availability)),
-            Text(availability.reason),
-            Text(availability.hint),
-        )
-    Console().print(table)
+        if availability.ok:
+            can = _words(_capabilities(name, availability))
+            click.echo(f"{name:<{width}}  runs here; it can {can}")
+        else:
+            click.echo(f"{name:<{width}}  does not run here: {availability.reason}")
+            click.echo(f"{'':<{width}}  {availability.hint}")
 
 
 def _entry(name: str, availability: Availability) -> dict[str, Any]:

@@ -2,10 +2,11 @@
 
 from kvbridge.demo.cluster import DemoError
 from kvbridge.demo.model import ModelConfig
-from kvbridge.demo.run import STEPS, DemoConfig, DemoReport, run_demo
+from kvbridge.demo.run import PROMPT_MAX_BYTES, STEPS, DemoConfig, DemoReport, run_demo
 from kvbridge.demo.shape import EngineShape
 
 __all__ = [
+    "PROMPT_MAX_BYTES",
     "STEPS",
     "DemoConfig",
     "DemoError",

@@ -3,10 +3,11 @@
 import contextlib
 import multiprocessing
 import os
+import signal
 import socket
 import struct
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -58,7 +59,7 @@ class Engine:
                 process = context.Process(
                     target=run_rank, args=(spec, group, theirs), name=f"{name} rank {rank}"
                 )
-                with _environment(_RANK_ENVIRONMENT):
+                with _environment(_RANK_ENVIRONMENT), _without_interrupts():
                     process.start()
                 theirs.close()
                 self._processes[rank], self._pipes[rank] = process, ours
@@ -77,23 +78,6 @@ class Engine:
             with self._lost(rank):
                 pipe.send(message)
 
-    def ask(self, message: object) -> dict[Rank, Any]:
-        """Send every rank the same message and wait for all answers.
-
-        Raises:
-            DemoError: A rank failed, died or did not answer in time.
-        """
-        self.send(message)
-        return self.gather()
-
-    def gather(self) -> dict[Rank, Any]:
-        """Wait for one answer of every rank.
-
-        Raises:
-            DemoError: A rank failed, died or did not answer in time.
-        """
-        return gather([self])[self.name]
-
     def receive(self, rank: Rank) -> Any:
         """Take a rank's answer, which is there."""
         with self._lost(rank):
@@ -102,9 +86,24 @@ class Engine:
                 raise DemoError(f"{self.name} rank {rank}: {answer.message}", answer.kind)
             return answer
 
+    @property
     def pipes(self) -> Mapping[Rank, Connection]:
         """Where the ranks' answers arrive."""
         return self._pipes
+
+    @property
+    def deaths(self) -> Mapping[Rank, int]:
+        """What becomes ready when a rank dies."""
+        return {rank: process.sentinel for rank, process in self._processes.items()}
+
+    def died(self, rank: Rank) -> DemoError:
+        """Say how a rank died."""
+        process = self._processes[rank]
+        process.join(1.0)
+        how = f"with exit status {process.exitcode}"
+        if process.exitcode is not None and process.exitcode < 0:
+            how = f"of signal {-process.exitcode}"
+        return DemoError(f"{self.name} rank {rank} died {how}")
 
     def stop(self) -> dict[Rank, int]:
         """Let every rank end by itself.
@@ -137,12 +136,83 @@ class Engine:
                 f"{self.name} rank {rank} stopped in the middle of a message"
             ) from error
         except (EOFError, OSError) as error:
-            process = self._processes[rank]
-            process.join(1.0)
-            how = f"with exit status {process.exitcode}"
-            if process.exitcode is not None and process.exitcode < 0:
-                how = f"of signal {-process.exitcode}"
-            raise DemoError(f"{self.name} rank {rank} died {how}") from error
+            raise self.died(rank) from error
+
+
+class Cluster:
+    """Engines that come up together, and of which none may die before all are stopped."""
+
+    def __init__(self) -> None:
+        """Start without engines."""
+        self._engines: list[Engine] = []
+
+    def start(self, name: str, spec: RankSpec) -> Engine:
+        """Start the ranks of an engine; their first answer is their metadata.
+
+        Raises:
+            DemoError: The processes cannot be started.
+        """
+        try:
+            engine = Engine(name, spec)
+        except OSError as error:
+            raise DemoError(
+                f"cannot start the {spec.shape.pp * spec.shape.tp} ranks of the {name} engine: "
+                f"{error.strerror}"
+            ) from error
+        self._engines.append(engine)
+        return engine
+
+    def ask(self, engine: Engine, message: object) -> dict[Rank, Any]:
+        """Send every rank of an engine the same message and wait for all answers.
+
+        Raises:
+            DemoError: A rank failed, died or did not answer in time.
+        """
+        engine.send(message)
+        return self.gather(engine)[0]
+
+    def gather(self, *engines: Engine) -> list[dict[Rank, Any]]:
+        """Wait for one answer of every rank of some engines.
+
+        The first failure ends the wait, whichever rank of whichever engine it comes from.
+
+        Raises:
+            DemoError: A rank failed, died or did not answer in time.
+        """
+        due = {pipe: (e, rank) for e in engines for rank, pipe in e.pipes.items()}
+        dead = {death: (e, rank) for e in self._engines for rank, death in e.deaths.items()}
+        answers: dict[Engine, dict[Rank, Any]] = {engine: {} for engine in engines}
+        deadline_s = time.monotonic() + max(e.spec.timeout_s for e in engines) + 5.0
+        while due:
+            ready = wait([*due, *dead], max(0.0, deadline_s - time.monotonic()))
+            if not ready:
+                late = ", ".join(f"{engine.name} rank {rank}" for engine, rank in due.values())
+                raise DemoError(f"no answer in time from {late}")
+            for each in ready:
+                if isinstance(each, Connection):
+                    engine, rank = due.pop(each)
+                    answers[engine][rank] = engine.receive(rank)
+            for each in ready:
+                if isinstance(each, int):  # what it had to say before it died has been heard
+                    engine, rank = dead[each]
+                    raise engine.died(rank)
+        return list(answers.values())
+
+    def stop(self) -> None:
+        """Let every rank end by itself, those that read before those that are read.
+
+        Raises:
+            DemoError: A rank ended with another status than 0.
+        """
+        for engine in reversed(self._engines):
+            failed = {rank: status for rank, status in engine.stop().items() if status}
+            if failed:
+                raise DemoError(f"{engine.name} ranks ended with exit status {failed}")
+
+    def kill(self) -> None:
+        """End every process that is left. Idempotent."""
+        for engine in self._engines:
+            engine.kill()
 
 
 def _bound_waits(pipe: Connection, timeout_s: float) -> None:
@@ -155,6 +225,19 @@ def _bound_waits(pipe: Connection, timeout_s: float) -> None:
 
 
 @contextlib.contextmanager
+def _without_interrupts() -> Iterator[None]:
+    """Keep Ctrl-C from the processes started within, for good; it comes to this one afterwards.
+
+    It reaches the whole terminal, and this process alone decides what it means.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextlib.contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
     """Set variables for the processes started within, each only if it is not set already."""
     added = {name: value for name, value in variables.items() if name not in os.environ}
@@ -164,26 +247,3 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
     finally:
         for name in added:
             del os.environ[name]
-
-
-def gather(engines: Iterable[Engine]) -> dict[str, dict[Rank, Any]]:
-    """Wait for one answer of every rank of several engines, by engine name.
-
-    The first failure ends the wait, whichever rank it comes from.
-
-    Raises:
-        DemoError: A rank failed, died or did not answer in time.
-    """
-    engines = list(engines)
-    where = {pipe: (engine, rank) for engine in engines for rank, pipe in engine.pipes().items()}
-    answers: dict[str, dict[Rank, Any]] = {engine.name: {} for engine in engines}
-    deadline_s = time.monotonic() + max(engine.spec.timeout_s for engine in engines) + 5.0
-    while where:
-        ready = wait(list(where), max(0.0, deadline_s - time.monotonic()))
-        if not ready:
-            late = ", ".join(f"{engine.name} rank {rank}" for engine, rank in where.values())
-            raise DemoError(f"no answer in time from {late}")
-        for pipe in ready:
-            engine, rank = where.pop(pipe)  # type: ignore[call-overload]
-            answers[engine.name][rank] = engine.receive(rank)
-    return answers

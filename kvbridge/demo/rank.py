@@ -1,13 +1,13 @@
 """One rank of one demo engine: a process that holds its shard, computes, gives and takes."""
 
 import contextlib
+import ctypes
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable
 from multiprocessing import parent_process
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
@@ -30,14 +30,13 @@ from kvbridge.plan import BlockTable
 from kvbridge.session import RankAgent
 from kvbridge.transport import State, open_transport
 
+_PR_SET_PDEATHSIG = 1
 _POLL_S = 0.0002
 
 
 def run_rank(spec: RankSpec, group: Group, control: Connection) -> None:
     """Serve the parent's messages until it says stop, or is gone; the body of a rank process."""
-    # Ctrl-C reaches the whole terminal; the parent alone decides what it means.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_die_with_parent, daemon=True).start()
+    _die_with_parent()
     try:
         process = _RankProcess(spec, group)
         control.send(process.agent.metadata())
@@ -46,16 +45,17 @@ def run_rank(spec: RankSpec, group: Group, control: Connection) -> None:
         process.close()
     except EOFError:
         return  # the parent is gone
-    except (KVBridgeError, ValueError, OSError) as error:
+    except (KVBridgeError, ValueError, OSError, MemoryError) as error:
         with contextlib.suppress(OSError):
             control.send(Failed(type(error).__name__, str(error)))
 
 
 def _die_with_parent() -> None:
+    """Have the kernel end this process with its parent, even while it is stopped."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     parent = parent_process()
-    if parent is not None:
-        wait([parent.sentinel])
-        os._exit(1)
+    if parent is not None and not parent.is_alive():
+        os._exit(1)  # it went before the kernel was told
 
 
 def rank_cache(engine_id: str, engine: RankEngine) -> RankCache:
@@ -132,8 +132,7 @@ class _RankProcess:
         reply = fetch_metadata(
             message.host, message.port, timeout_s=self._timeout_s, engine_id=message.engine_id
         )
-        metadata = {data.rank: data for data in reply.ranks}
-        session = self.agent.connect(metadata, timeout_s=self._timeout_s)
+        session = self.agent.connect(reply.by_rank, timeout_s=self._timeout_s)
         return session.plan.explain()
 
     def _pull(self, message: messages.Pull) -> messages.Pulled:

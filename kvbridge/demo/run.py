@@ -5,8 +5,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvbridge.config import check_timeout
 from kvbridge.demo.cache import PageAllocator
-from kvbridge.demo.cluster import DemoError, Engine, gather
+from kvbridge.demo.cluster import Cluster
 from kvbridge.demo.engine import pages_needed
 from kvbridge.demo.messages import (
     AwaitRelease,
@@ -24,9 +25,14 @@ from kvbridge.demo.shape import EngineShape, layer_range
 from kvbridge.errors import ConfigError
 from kvbridge.handshake import HandshakeServer, gather_handshake_metadata
 from kvbridge.model import Rank
-from kvbridge.transport import get_transport
+from kvbridge.transport import check_transport
 
 PROMPT_MAX_BYTES = 4096
+LAYERS_MAX = 256
+HEADS_MAX = 256
+TOKENS_MAX = 100_000
+PAGE_MAX_TOKENS = 4096
+RANKS_MAX = 64
 STEPS = ("start", "connect", "prefill", "pull", "compare", "decode", "reference", "stop")
 
 DEFAULT_PROMPT = b"""\
@@ -71,9 +77,14 @@ class DemoConfig:
             raise ConfigError(
                 f"the prompt has {len(self.prompt)} bytes; the demo takes 1 to {PROMPT_MAX_BYTES}"
             )
-        if self.tokens < 1 or self.timeout_s <= 0:
-            raise ConfigError(f"tokens {self.tokens} must be >= 1, timeout {self.timeout_s:g} > 0")
+        check_timeout(self.timeout_s, "timeout")
+        check_transport({"transport": self.transport, "options": dict(self.options)})
+        _check_bounds(self.model.layers, LAYERS_MAX, "layers of the model")
+        _check_bounds(self.model.kv_heads, HEADS_MAX, "KV heads of the model")
+        _check_bounds(self.tokens, TOKENS_MAX, "tokens to write")
         for shape in (self.prefill, self.decode):
+            _check_bounds(shape.page, PAGE_MAX_TOKENS, "tokens of a page")
+            _check_bounds(shape.pp * shape.tp, RANKS_MAX, "ranks of an engine, each a process,")
             try:
                 layer_range(self.model.layers, shape.pp, 0)
             except ValueError as error:
@@ -133,6 +144,11 @@ class DemoReport:
         }
 
 
+def _check_bounds(value: int, most: int, what: str) -> None:
+    if not 1 <= value <= most:
+        raise ConfigError(f"{value} {what} are not possible here; choose 1 to {most}")
+
+
 def _ignore(_step: str) -> None:
     pass
 
@@ -150,23 +166,17 @@ def run_demo(config: DemoConfig, *, on_step: Callable[[str], None] = _ignore) ->
         HandshakeError: The handshake port cannot be bound.
         DemoError: A rank failed or died.
     """
-    get_transport(config.transport)
     server = HandshakeServer(port=config.port)
-    engines: list[Engine] = []
+    cluster = Cluster()
     try:
-        on_step("start")
-        prefill = _start("prefill", config, config.prefill, engines)
-        decode = _start("decode", config, config.decode, engines)
-        unsplit = _start("unsplit", config, EngineShape(), engines)
-        return _run(config, server, prefill, decode, unsplit, on_step)
+        return _run(config, server, cluster, on_step)
     finally:
-        for engine in engines:
-            engine.kill()
+        cluster.kill()
         server.close()
 
 
-def _start(name: str, config: DemoConfig, shape: EngineShape, engines: list[Engine]) -> Engine:
-    spec = RankSpec(
+def _spec(name: str, config: DemoConfig, shape: EngineShape) -> RankSpec:
+    return RankSpec(
         engine_id=f"{name}-{uuid.uuid4().hex[:8]}",
         incarnation=uuid.uuid4().hex,
         model=config.model,
@@ -176,8 +186,6 @@ def _start(name: str, config: DemoConfig, shape: EngineShape, engines: list[Engi
         options=dict(config.options),
         timeout_s=config.timeout_s,
     )
-    engines.append(Engine(name, spec))
-    return engines[-1]
 
 
 def _pages(config: DemoConfig, shape: EngineShape) -> int:
@@ -188,42 +196,39 @@ def _pages(config: DemoConfig, shape: EngineShape) -> int:
 def _run(
     config: DemoConfig,
     server: HandshakeServer,
-    prefill: Engine,
-    decode: Engine,
-    unsplit: Engine,
+    cluster: Cluster,
     on_step: Callable[[str], None],
 ) -> DemoReport:
-    metadata = gather([prefill, decode, unsplit])
+    on_step("start")
+    prefill = cluster.start("prefill", _spec("prefill", config, config.prefill))
+    decode = cluster.start("decode", _spec("decode", config, config.decode))
+    unsplit = cluster.start("unsplit", _spec("unsplit", config, EngineShape()))
+    producers, consumers, _ = cluster.gather(prefill, decode, unsplit)
     server.set_xfer_handshake_metadata_pp_aware(
-        gather_handshake_metadata(
-            [metadata["prefill"]], pp_size=config.prefill.pp, tp_size=config.prefill.tp
-        )
+        gather_handshake_metadata([producers], pp_size=config.prefill.pp, tp_size=config.prefill.tp)
     )
     on_step("connect")
-    plans = decode.ask(
-        Connect(server.host, server.port, prefill.spec.engine_id, metadata["decode"])
-    )
+    engine_id = prefill.spec.engine_id
+    plans = cluster.ask(decode, Connect(server.host, server.port, engine_id, consumers))
     on_step("prefill")
     request_id, moved = "request-0", len(config.prompt) - 1
     there = _allocate(config, config.prefill, seed=1)
-    prefill.ask(Prefill(request_id, there, config.prompt[:-1]))
+    cluster.ask(prefill, Prefill(request_id, there, config.prompt[:-1]))
     on_step("pull")
     here = _allocate(config, config.decode, seed=2)
-    pulls = decode.ask(Pull(prefill.spec.engine_id, request_id, here, there, moved))
+    pulls = cluster.ask(decode, Pull(engine_id, request_id, here, there, moved))
     on_step("compare")
-    prefill.ask(AwaitRelease(request_id))
-    differing, touched = _compare(prefill.ask(Dump(there, moved)), decode.ask(Dump(here, moved)))
+    cluster.ask(prefill, AwaitRelease(request_id))
+    given = cluster.ask(prefill, Dump(there, moved))
+    differing, touched = _compare(given, cluster.ask(decode, Dump(here, moved)))
     on_step("decode")
-    written = decode.ask(Decode(here, config.prompt, config.tokens))
+    written = cluster.ask(decode, Decode(here, config.prompt, config.tokens))
     on_step("reference")
     alone = _allocate(config, unsplit.spec.shape, seed=3)
-    unsplit.ask(Prefill(request_id, alone, config.prompt[:-1]))
-    reference = unsplit.ask(Decode(alone, config.prompt, config.tokens))[0, 0]
+    cluster.ask(unsplit, Prefill(request_id, alone, config.prompt[:-1]))
+    reference = cluster.ask(unsplit, Decode(alone, config.prompt, config.tokens))[0, 0]
     on_step("stop")
-    for engine in (unsplit, decode, prefill):
-        failed = {rank: status for rank, status in engine.stop().items() if status}
-        if failed:
-            raise DemoError(f"{engine.name} ranks ended with exit status {failed}")
+    cluster.stop()
     return DemoReport(
         transport=config.transport,
         tokens=written[0, 0],

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Self
 
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "layout": ("nhd", "hnd"),
@@ -41,7 +41,7 @@ class EngineShape:
                 raise _refused(field.name, value)
 
     @classmethod
-    def parse(cls, text: str) -> "EngineShape":
+    def parse(cls, text: str) -> Self:
         """Read ``"tp=2,pp=1,page=16,layout=nhd"``; what is left out keeps its default.
 
         Raises:

@@ -2,10 +2,12 @@
 
 import ipaddress
 import threading
+import time
 from collections.abc import Mapping
 
 import zmq
 
+from kvbridge.config import check_timeout
 from kvbridge.errors import ConfigError, HandshakeError, HandshakeTimeoutError
 from kvbridge.handshake.base import PPAwareHandshake
 from kvbridge.handshake.messages import (
@@ -23,6 +25,7 @@ from kvbridge.handshake.messages import (
 from kvbridge.model import Rank
 
 _STOP_CHECK_MS = 100
+_ASK_AGAIN_S = 0.05
 
 
 def endpoint_of(host: str, port: int) -> str:
@@ -50,8 +53,8 @@ def is_loopback(host: str) -> bool:
 class HandshakeServer(PPAwareHandshake):
     """Serves an engine's metadata on one port, from a thread of its own.
 
-    The port is bound when the constructor returns, and answers "not ready" until metadata has
-    been set. Requests are not authenticated yet, so only loopback addresses are served.
+    The port is bound when the constructor returns, and answers "not yet" until metadata has been
+    set. Requests are not authenticated yet, so only loopback addresses are served.
 
     Attributes:
         host: Address that it listens on.
@@ -76,7 +79,7 @@ class HandshakeServer(PPAwareHandshake):
                 "use a loopback address such as 127.0.0.1"
             )
         endpoint = endpoint_of(host, port)
-        self._encoded = encode(RefusalReply("the engine has published no ranks yet, ask again"))
+        self._encoded = encode(RefusalReply("no ranks are published yet", not_yet=True))
         self._engine_id: str | None = None
         self._generation = 0
         self.refused = 0
@@ -171,7 +174,7 @@ class HandshakeServer(PPAwareHandshake):
 def fetch_metadata(
     host: str, port: int, *, timeout_s: float, engine_id: str | None = None
 ) -> MetadataReply:
-    """Ask an engine for the metadata of all its ranks.
+    """Ask an engine for the metadata of all its ranks; one that still starts is asked again.
 
     Args:
         host: Where its handshake server listens.
@@ -180,22 +183,29 @@ def fetch_metadata(
         engine_id: Engine that must be behind the address, if known.
 
     Raises:
-        ConfigError: The port is none.
-        HandshakeTimeoutError: No answer came in time.
+        ConfigError: The port or the time is none.
+        HandshakeTimeoutError: No answer came in time, or none but "not yet".
         HandshakeError: The answer is a refusal or cannot be read.
     """
     endpoint = endpoint_of(host, port)
+    deadline_s = time.monotonic() + check_timeout(timeout_s, "timeout_s")
+    answer = "no answer"
     context = zmq.Context()
     try:
         socket = _socket(context, zmq.DEALER)
         socket.connect(endpoint)
-        socket.send(encode(MetadataRequest(engine_id=engine_id)))
-        if not socket.poll(int(timeout_s * 1000)):
-            raise HandshakeTimeoutError(
-                f"no answer from {endpoint} within {timeout_s:g} s; check that the engine runs "
-                "and that this is its handshake port"
-            )
-        return decode_reply(socket.recv())
+        while True:
+            socket.send(encode(MetadataRequest(engine_id=engine_id)))
+            if not socket.poll(max(0, int((deadline_s - time.monotonic()) * 1000))):
+                raise HandshakeTimeoutError(
+                    f"{answer} from {endpoint} within {timeout_s:g} s; check that the engine runs "
+                    "and that this is its handshake port"
+                )
+            reply = decode_reply(socket.recv())
+            if reply is not None:
+                return reply
+            answer = "nothing but 'not yet'"
+            time.sleep(_ASK_AGAIN_S)
     except zmq.ZMQError as error:
         raise HandshakeError(f"cannot ask {endpoint}: {error.strerror}") from error
     finally:

@@ -90,11 +90,22 @@ class MetadataReply(msgspec.Struct, frozen=True, tag="metadata"):
     generation: int
     ranks: tuple[HandshakeMetadata, ...]
 
+    @property
+    def by_rank(self) -> dict[Rank, HandshakeMetadata]:
+        """The metadata of each rank, by its coordinate."""
+        return {data.rank: data for data in self.ranks}
+
 
 class RefusalReply(msgspec.Struct, frozen=True, tag="refusal"):
-    """Answers that the request cannot be served, in words."""
+    """Answers that the request cannot be served.
+
+    Attributes:
+        reason: Why, in words.
+        not_yet: Whether the same request may be served a little later.
+    """
 
     reason: str
+    not_yet: bool = False
 
 
 Reply = MetadataReply | RefusalReply
@@ -149,16 +160,18 @@ def decode_request(data: bytes) -> MetadataRequest:
     return request
 
 
-def decode_reply(data: bytes) -> MetadataReply:
-    """Decode a peer's answer.
+def decode_reply(data: bytes) -> MetadataReply | None:
+    """Decode a peer's answer; None means that it has nothing to say yet.
 
     Raises:
         HandshakeError: It is no answer, or the peer refused; the message says why.
     """
     reply: Reply = _decode(data, Reply, "reply")
-    if isinstance(reply, RefusalReply):
-        raise HandshakeError(f"the peer refused: {reply.reason}")
-    return reply
+    if isinstance(reply, MetadataReply):
+        return reply
+    if reply.not_yet:
+        return None
+    raise HandshakeError(f"the peer refused: {reply.reason}")
 
 
 def decode_release(data: bytes) -> Release:

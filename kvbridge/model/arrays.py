@@ -55,6 +55,11 @@ def view_of(tensor: Any) -> ArrayView:
             f"{type(tensor).__name__} has neither data_ptr() nor an array interface; "
             "pass a torch tensor, a numpy array or an object with __array_interface__"
         )
+    if view.dtype == "object":
+        raise UnsupportedLayoutError(
+            "an array of Python objects holds pointers that mean nothing to another process; "
+            "use a numeric type"
+        )
     if any(stride < 0 for stride in view.strides) or 0 in view.shape:
         raise UnsupportedLayoutError(
             f"tensor of shape {view.shape} and strides {view.strides} is empty or runs backwards"

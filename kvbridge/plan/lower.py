@@ -231,27 +231,34 @@ def read_specs(
             check_table_count(name, tables, sorted(used))
             ids.append(
                 tuple(
-                    _ids_between(tables[g], groups[g].block_tokens, start, end) if g in used else ()
-                    for g in range(len(groups))
+                    _ids_between(tables[g], used[g], first_token_needed(group, start, end), end)
+                    if g in used
+                    else ()
+                    for g, group in enumerate(groups)
                 )
             )
         specs.append(ReadSpec(source.rank, *ids))
     return specs
 
 
-def _grids(source: RankPlan, side: str) -> set[int]:
-    return {getattr(region, side).group for region in source.regions}
+def _grids(source: RankPlan, side: str) -> dict[int, Grid]:
+    """Return a grid of each cache group; all of them page alike."""
+    return {grid.group: grid for grid in (getattr(region, side) for region in source.regions)}
 
 
-def _ids_between(table: BlockTable, block_tokens: int, start: int, end: int) -> tuple[int, ...]:
-    if start == end:
-        return ()
-    first = (start - table.start_token) // block_tokens
-    last = -(-(end - table.start_token) // block_tokens)
-    if first < 0 or last > len(table.block_ids):
-        raise BlockTableError(
-            f"block table from token {table.start_token} with {len(table.block_ids)} blocks of "
-            f"{block_tokens} does not hold tokens [{start}, {end})"
-        )
+def _ids_between(table: BlockTable, grid: Grid, start: int, end: int) -> tuple[int, ...]:
+    first, last = 0, len(table.block_ids)
+    if grid.moves != "state":
+        block_tokens = grid.page_tokens * grid.pages_per_block
+        origin = grid.share.before(table.start_token)
+        place, past = grid.share.before(start) - origin, grid.share.before(end) - origin
+        if place == past:
+            return ()
+        first, last = place // block_tokens, -(-past // block_tokens)
+        if first < 0 or last > len(table.block_ids):
+            raise BlockTableError(
+                f"block table from token {table.start_token} with {len(table.block_ids)} blocks of "
+                f"{block_tokens * grid.share.size} does not hold tokens [{start}, {end})"
+            )
     ids = (int(block) for block in table.block_ids[first:last])
     return tuple(block for block in ids if block != table.null_block_id)

@@ -285,6 +285,8 @@ def _intersection(ours: Runs, theirs: Runs) -> tuple[Segments, _Where, _Where]:
         return segments, slice(None), slice(None)
     ends = ours.first + ours.tokens, theirs.first + theirs.tokens
     cuts = np.unique(np.concatenate((ours.first, theirs.first, *ends)))
+    if not ours.first.size or not theirs.first.size:  # of so few tokens, a share may have none
+        cuts = cuts[:0]
     first, tokens = cuts[:-1], np.diff(cuts)
     at = [np.searchsorted(side.first, first, side="right") - 1 for side in (ours, theirs)]
     held = (at[0] >= 0) & (at[1] >= 0)

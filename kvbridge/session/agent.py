@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvbridge.errors import HandshakeError, TransportError, UnknownEngineError
+from kvbridge.config import check_timeout
+from kvbridge.errors import ConfigError, HandshakeError, TransportError, UnknownEngineError
 from kvbridge.handshake import HandshakeMetadata, RankPayload, factors_of
 from kvbridge.handshake.messages import Release, decode_release, encode, encode_payload
 from kvbridge.model import Rank, RankCache, TransferTopology
@@ -64,9 +65,15 @@ class RankAgent:
             clock: Seconds that never run backwards.
 
         Raises:
+            ConfigError: The cache is of another engine, or the model has no name.
             UnsupportedLayoutError: The cache lies in several kinds of memory.
             TransportError: The memory cannot be registered.
         """
+        if topology.engine_id != local.engine_id or not model:
+            raise ConfigError(
+                f"{local.where} cannot be of engine {topology.engine_id!r} with model {model!r}; "
+                "pass the cache of the topology's engine, and the name of its model"
+            )
         self._topology, self._local, self._transport = topology, local, transport
         self._local_engine: dict[Rank, RankCache] | None = None
         self._clock = clock
@@ -160,9 +167,11 @@ class RankAgent:
 
         Raises:
             UnknownEngineError: The engine is not connected.
+            ConfigError: The time-out is none.
             BlockTableError: The tables do not cover the range; nothing was started.
         """
         session = self._session(engine_id)
+        check_timeout(timeout_s, "timeout_s")
         now_s = self._clock()
         batches = session.plan.lower(
             local_tables, remote_tables, start_token=start_token, end_token=end_token

@@ -23,6 +23,7 @@ from kvbridge.transport.memory import LocalMemory, RegionTable
 from kvbridge.transport.registry import (
     TransportChoice,
     available_transports,
+    check_transport,
     get_transport,
     open_transport,
 )
@@ -47,6 +48,7 @@ __all__ = [
     "TransportChoice",
     "TransportConfig",
     "available_transports",
+    "check_transport",
     "get_transport",
     "open_agent_info",
     "open_transport",

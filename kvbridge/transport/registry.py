@@ -13,7 +13,12 @@ from stevedore import NamedExtensionManager
 
 from kvbridge.config import Config, parse_config
 from kvbridge.errors import ConfigError, TransportUnavailableError, UnknownTransportError
-from kvbridge.transport.base import TRANSPORT_API_VERSION, Availability, Transport
+from kvbridge.transport.base import (
+    TRANSPORT_API_VERSION,
+    Availability,
+    Transport,
+    TransportConfig,
+)
 
 ENTRY_POINT_GROUP = "kvbridge.transports"
 
@@ -90,6 +95,25 @@ def open_transport(choice: Mapping[str, Any] | TransportChoice) -> Transport:
         UnknownTransportError: Nobody offers that name.
         TransportUnavailableError: It cannot run here; ``hint`` says what would change that.
     """
+    kind, options = check_transport(choice)
+    transport = kind()
+    transport.open(options)
+    return transport
+
+
+def check_transport(
+    choice: Mapping[str, Any] | TransportChoice,
+) -> tuple[type[Transport], TransportConfig]:
+    """Find out all that can be wrong with a choice, without opening anything.
+
+    Returns:
+        The transport's class and its checked options.
+
+    Raises:
+        ConfigError: A key or an option is unknown or wrong.
+        UnknownTransportError: Nobody offers that name.
+        TransportUnavailableError: It cannot run here; ``hint`` says what would change that.
+    """
     chosen = parse_config(TransportChoice, choice, where="transport choice")
     kind = get_transport(chosen.transport)
     options = parse_config(
@@ -100,9 +124,7 @@ def open_transport(choice: Mapping[str, Any] | TransportChoice) -> Transport:
         raise TransportUnavailableError(
             f"transport {kind.name!r} cannot run here: {availability.reason}.", availability.hint
         )
-    transport = kind()
-    transport.open(options)
-    return transport
+    return kind, options
 
 
 def _owner(entry_point: EntryPoint) -> str:

@@ -85,11 +85,20 @@ def test_people_get_a_table_and_a_verdict(capfd: pytest.CaptureFixture[str]) -> 
         (["--heads", "two"], "'two' is not a valid integer"),
         (["--layers", "2", "--prefill", "pp=3"], "pp=3 is not possible: the model has only 2"),
         (["--layers", "0"], "layers is 0"),
+        (["--layers", "1000000"], "1000000 layers of the model are not possible"),
+        (["--heads", "1000000"], "1000000 KV heads of the model are not possible"),
+        (["--prefill", "tp=1000000"], "1000000 ranks of an engine, each a process, are not"),
+        (["--decode", "page=1000000000000"], "1000000000000 tokens of a page are not possible"),
+        (["--tokens", "100000000000"], "100000000000 tokens to write are not possible"),
         (["--prefill", "tp=0"], "tp=0 is not possible"),
         (["--prefill", "tp=2,colour=red"], "unknown key 'colour'"),
         (["--decode", "page=-1"], "page=-1 is not possible"),
         (["--decode", "layout=dnh"], "allowed: nhd or hnd"),
-        (["--tokens", "0"], "tokens 0 must be >= 1"),
+        (["--tokens", "0"], "0 tokens to write are not possible here; choose 1 to"),
+        (["--prompt-file", "/dev/zero"], "the prompt has 4097 bytes"),
+        (["--timeout", "inf"], "timeout inf must be"),
+        (["--timeout", "nan"], "timeout nan must be"),
+        (["--option", "slice_bytes=many"], "option 'slice_bytes' is 'many': expected int"),
         (["--prompt-file", "/nowhere/at/all"], "No such file"),
         (["--prompt-file", "/dev/null"], "the prompt has 0 bytes"),
         (["--port", "70000"], "port 70000"),
@@ -120,6 +129,35 @@ def test_a_port_in_use_is_one_line_and_status_2(capfd: pytest.CaptureFixture[str
     assert f"cannot listen on tcp://127.0.0.1:{port}" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("words", [["transports"], ["demo", "--help"], ["--version"]])
+def test_a_full_disk_is_one_line_and_status_2(words: list[str]) -> None:
+    with Path("/dev/full").open("w") as full:
+        result = subprocess.run(
+            [sys.executable, "-m", "kvbridge.cli", *words],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert result.returncode == 2
+    assert result.stderr == "kvbridge: error: No space left on device\n"
+
+
+def test_a_reader_that_went_away_is_no_error_of_ours() -> None:
+    command = f"{sys.executable} -m kvbridge.cli demo --help | true; exit ${{PIPESTATUS[0]}}"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert result.returncode in (0, 128 + signal.SIGPIPE)
+    assert result.stderr == ""
+
+
+def test_too_few_open_files_are_one_line_and_status_2() -> None:
+    command = f"ulimit -n 40; exec {sys.executable} -m kvbridge.cli demo --prefill tp=8"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert result.stderr.count("\n") == 1, result.stderr
+    assert "Too many open files" in result.stderr
+
+
 def test_an_unknown_command_is_one_line_and_status_2(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["dmeo"]) == 2
     assert capfd.readouterr().err.count("\n") == 1
@@ -135,7 +173,7 @@ class Running:
         prompt = tmp_path / "prompt"
         prompt.write_bytes(b"to be continued " * 60)
         command = [sys.executable, "-m", "kvbridge.cli", "demo", "--prefill", "tp=2",
-                   "--decode", "tp=2", "--tokens", "1000000", "--prompt-file", str(prompt),
+                   "--decode", "tp=2", "--tokens", "100000", "--prompt-file", str(prompt),
                    "--timeout", "15"]  # fmt: skip
         self.files_before = set(shared_files())
         self.process = psutil.Popen(
@@ -151,7 +189,7 @@ class Running:
                 for child in self.process.children()
                 if any("spawn_main" in word for word in child.cmdline())
             ]
-            if len(ranks) == count and all(child.num_threads() > 2 for child in ranks):
+            if len(ranks) == count and all(child.num_threads() > 1 for child in ranks):
                 return sorted(ranks, key=lambda rank: rank.pid)  # prefill first
             time.sleep(0.1)
         raise AssertionError(f"{count} ranks did not come up: {self.process.children()}")
@@ -212,7 +250,8 @@ def test_an_interrupted_demo_leaves_nothing(running: Running, sent: signal.Signa
 
 
 @pytest.mark.timeout(180)
-def test_a_killed_demo_leaves_nothing(running: Running) -> None:
+def test_a_killed_demo_leaves_nothing_not_even_a_rank_that_was_stopped(running: Running) -> None:
+    running.ranks[0].suspend()
     running.process.kill()
     running.end()
     running.assert_nothing_left()

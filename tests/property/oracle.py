@@ -1,29 +1,30 @@
-"""A brute-force oracle for plans, and the engines that it draws.
+"""A brute-force oracle for plans.
 
 It knows nothing of plans. Engines are real memory: every rank of both engines has its bytes at
 addresses of its own, caches are numpy views of them, and source cells hold values that name
-layer, part, head and token. Whatever is lowered is copied byte by byte; afterwards the memory of
+layer, part, unit and token. Whatever is lowered is copied byte by byte; afterwards the memory of
 every consumer rank must equal an image in which exactly the needed cells were written.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import numpy as np
-from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvbridge.model import (
-    CacheComponent,
     CacheGroup,
     LayerCache,
     Rank,
     RankCache,
     Region,
+    StatePiece,
     TransferTopology,
     attention_layer,
+    mamba_layer,
+    mla_layer,
+    opaque_layer,
 )
 from kvbridge.plan import (
     BlockTable,
@@ -31,125 +32,27 @@ from kvbridge.plan import (
     TransferBatch,
     generate_engine_transfer_plan,
 )
+from tests.property.engines import (
+    CONV_PIECES,
+    GROUP_KINDS,
+    Case,
+    Engine,
+    GroupKey,
+    Model,
+    Tables,
+    even_shares,
+    group_key,
+    group_keys,
+    needed,
+    own_tokens,
+    paging_of,
+    piece_units,
+)
 
-Direction = Literal["read", "write"]
-Share = tuple[int, int]
-GroupKey = tuple[bool, int]
-"""Layers of one block table: whether they hold latents, and which of an engine's pagings."""
-
-DIRECTIONS: tuple[Direction, ...] = ("read", "write")
 ITEM = np.dtype(np.uint32)
-NULL = 10_000_000
 POISON = 0xC3
 OTHERS = 0x5A
-
-
-# --- what is drawn -------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Model:
-    """What both engines cache.
-
-    Attributes:
-        latent: For each layer, whether it caches one latent (MLA) instead of K and V of heads.
-        heads: KV heads of the other layers.
-        content: Elements of K, and of V, of one head and token.
-    """
-
-    latent: tuple[bool, ...]
-    heads: int
-    content: int = 2
-
-
-@dataclass(frozen=True)
-class Paging:
-    """How a cache group is cut into pages."""
-
-    page_tokens: int
-    pages_per_block: int = 1
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How tensors lie in memory.
-
-    Attributes:
-        axes: As in ``attention_layer``, content last. Latents have the same order without H and K.
-        apart: K and V are tensors of their own.
-        padded_axis: The axis whose stride is larger than what it steps over, if any.
-        in_rows: The tensors of all layers of a block are neighbours.
-        gap: Bytes between two allocations.
-        one_region: Register everything at once instead of each allocation.
-    """
-
-    axes: str = "BKHNC"
-    apart: bool = False
-    padded_axis: str = ""
-    in_rows: bool = False
-    gap: int = 64
-    one_region: bool = False
-
-
-@dataclass(frozen=True)
-class Engine:
-    """One engine.
-
-    Attributes:
-        shares: For each tp rank, the heads ``[start, end)`` that it holds.
-        stages: For each pipeline stage, its number of layers.
-        pagings: Layer ``i`` has paging ``i % len(pagings)``.
-        layout: How tensors lie in memory.
-        blocks: Logical blocks of each group.
-        base: Address of the first rank's memory.
-    """
-
-    shares: tuple[Share, ...]
-    stages: tuple[int, ...]
-    pagings: tuple[Paging, ...] = (Paging(4),)
-    layout: Layout = Layout()
-    blocks: int = 8
-    base: int = 1 << 20
-
-    @property
-    def tp(self) -> int:
-        return len(self.shares)
-
-    def paging_of(self, layer: int) -> int:
-        return layer % len(self.pagings)
-
-
-@dataclass(frozen=True)
-class Tables:
-    """One request's block tables in one engine, one for each group."""
-
-    of_group: Mapping[GroupKey, BlockTable]
-
-
-@dataclass(frozen=True)
-class Case:
-    """A transfer: the tokens ``[start, end)`` of one request, from producer to consumer."""
-
-    model: Model
-    producer: Engine
-    consumer: Engine
-    producer_tables: Tables
-    consumer_tables: Tables
-    start: int
-    end: int
-    direction: Direction = "read"
-    assume_even: bool = False
-
-
-def even_shares(heads: int, tp: int) -> tuple[Share, ...]:
-    """Return the usual split: contiguous, whole heads replicated where ranks outnumber them."""
-    return tuple(
-        (r * heads // tp, max(r * heads // tp + 1, (r + 1) * heads // tp)) for r in range(tp)
-    )
-
-
-def group_keys(model: Model, engine: Engine) -> list[GroupKey]:
-    return sorted({(latent, engine.paging_of(i)) for i, latent in enumerate(model.latent)})
+PARTS = ("K", "V", "latent", "scale", "opaque", "ssm", *(f"conv.{piece}" for piece in "xbcqkv"))
 
 
 # --- an engine as memory -------------------------------------------------------------------------
@@ -173,6 +76,7 @@ class _Plot:
     """Where one tensor lies."""
 
     layer: int
+    what: str
     axes: str
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -185,81 +89,124 @@ class _Plot:
         )
 
 
+class Part(NamedTuple):
+    """Something that a rank holds of a layer.
+
+    Attributes:
+        view: Its cells, [page, unit, token, content].
+        units: Which units of the model's these are.
+    """
+
+    view: NDArray[np.uint32]
+    units: NDArray[Any]
+
+
 class RankMemory:
     """The memory of one rank, what it announces, and views of every part of it.
 
     Attributes:
         cache: What the rank announces.
         data: All its bytes.
-        parts: For each layer and part (``K``, ``V``, ``latent``) a view [page, head, token, C].
+        parts: What it holds, by layer and name.
     """
 
     def __init__(self, model: Model, engine: Engine, name: str, rank: Rank, base: int) -> None:
         self._model, self._engine, self.base = model, engine, base
-        self.share = engine.shares[rank[1]]
+        self._tp_rank = rank[1]
+        self.share = engine.shares[self._tp_rank]
         first = sum(engine.stages[: rank[0]])
         self.layers = range(first, first + engine.stages[rank[0]])
         self._keys = group_keys(model, engine)
-        allocations = self._place([plot for i in self.layers for plot in self._plots(i)])
+        self._tensors = {i: list(self._plots(i)) for i in self.layers}
+        allocations = self._place()
         self.regions = tuple(Region(base + at, size) for at, size in allocations)
         end = sum(allocations[-1]) if allocations else 0
         if engine.layout.one_region and allocations:
             self.regions = (Region(base, end),)
         self.data = np.zeros(end + engine.layout.gap, np.uint8)
-        self.parts = dict(self._views())
+        self.parts = dict(self._parts())
         self.cache = RankCache(
             name, *rank,
-            layers=tuple(self._announce(i) for i in self.layers),
-            groups=tuple(self._group(*key) for key in self._keys),
+            layers=tuple(layer for i in self.layers for layer in self._announce(i)),
+            groups=tuple(self._group(key) for key in self._keys),
             regions=self.regions,
+            dcp_rank=rank[1] % engine.dcp,
+            dcp_size=engine.dcp,
+            dcp_interleave_tokens=engine.interleave,
         )  # fmt: skip
+
+    def _key(self, layer: int) -> GroupKey:
+        return group_key(self._model, self._engine, layer)
 
     # how tensors lie in memory
 
-    def _plots(self, layer: int) -> list[_Plot]:
-        layout, latent = self._engine.layout, self._model.latent[layer]
-        paging = self._engine.pagings[self._engine.paging_of(layer)]
-        axes = "".join(a for a in layout.axes if a not in "KH") if latent else layout.axes
-        joint = "K" not in axes and not layout.apart
-        sizes = {
-            "B": self._engine.blocks * paging.pages_per_block,
-            "K": 2,
-            "H": self.share[1] - self.share[0],
-            "N": paging.page_tokens,
-            "C": self._model.content * (2 if joint and not latent else 1),
-        }
+    def _plots(self, layer: int) -> Iterator[_Plot]:
+        model, layout = self._model, self._engine.layout
+        kind = model.layers[layer]
+        if kind in CONV_PIECES:
+            channels = sum(end - start for _, start, end, _ in self._pieces(kind))
+            sizes = {"H": channels, "N": model.conv_rows}
+            yield self._plot(layer, "conv", "BNH" if layout.tokens_first else "BHN", sizes)
+            start, end = self._state_heads()
+            yield self._plot(layer, "ssm", "BHC", {"H": end - start, "C": model.content})
+            return
+        if kind == "opaque":
+            yield self._plot(layer, "opaque", "BC", {"C": 5})
+            return
+        k, v = model.contents
+        sizes = {"K": 2, "N": paging_of(model, self._engine, self._key(layer)).page_tokens}
+        sizes["H"] = self.share[1] - self.share[0]
+        if kind == "mla":
+            axes = "".join(axis for axis in layout.axes if axis not in "KH")
+            yield self._plot(layer, "latent", axes, sizes | {"C": k})
+            return
+        if layout.apart:
+            for what, content in (("K", k), ("V", v)):
+                yield self._plot(layer, what, layout.axes, sizes | {"C": content}, max(k, v))
+        else:
+            content = k if "K" in layout.axes else k + v
+            yield self._plot(layer, "KV", layout.axes, sizes | {"C": content})
+        if model.scaled:
+            yield self._plot(layer, "scale", layout.axes.replace("K", ""), sizes | {"C": 1})
+
+    def _plot(
+        self, layer: int, what: str, axes: str, sizes: dict[str, int], content: int | None = None
+    ) -> _Plot:
+        """Lay out a tensor whose cells are ``content`` elements apart, by default all they have."""
+        paging = paging_of(self._model, self._engine, self._key(layer))
+        sizes = sizes | {"B": self._engine.blocks * paging.pages_per_block}
         strides = {}
         extent = ITEM.itemsize
         for axis in reversed(axes):
             strides[axis] = extent
-            if axis == layout.padded_axis:
+            if axis == self._engine.layout.padded_axis:
                 strides[axis] += 3 * ITEM.itemsize
-            extent = strides[axis] * sizes[axis]
-        shape, steps = zip(*((sizes[a], strides[a]) for a in axes), strict=True)
-        count = 2 if layout.apart and not latent else 1
-        return [_Plot(layer, axes, shape, steps) for _ in range(count)]
+            count = (content or sizes["C"]) if axis == "C" else sizes[axis]
+            extent = strides[axis] * count
+        shape, steps = zip(*((sizes[axis], strides[axis]) for axis in axes), strict=True)
+        return _Plot(layer, what, axes, shape, steps)
 
-    def _place(self, plots: list[_Plot]) -> list[tuple[int, int]]:
+    def _place(self) -> list[tuple[int, int]]:
         """Give every tensor its offset; return offset and size of each allocation."""
-        self._tensors: dict[int, list[_Plot]] = {i: [] for i in self.layers}
-        for plot in plots:
-            self._tensors[plot.layer].append(plot)
-        if not plots:
-            return []
-        if not self._engine.layout.in_rows:
-            allocations, at = [], 0
-            for plot in plots:
-                plot.offset = at
-                allocations.append((at, plot.extent))
-                at += plot.extent + self._engine.layout.gap
-            return allocations
-        row = 0
-        for plot in plots:
-            plot.offset = row
-            row += plot.strides[0]
-        for plot in plots:
-            plot.strides = (row, *plot.strides[1:])
-        return [(0, max(plot.offset + plot.extent for plot in plots))]
+        bundles: list[list[_Plot]] = []
+        for layer, plots in self._tensors.items():
+            is_state = self._model.layers[layer] in CONV_PIECES
+            bundles += [plots] if is_state else [[plot] for plot in plots]
+        if self._engine.layout.in_rows and bundles:
+            bundles = [[plot for bundle in bundles for plot in bundle]]
+        allocations, at = [], 0
+        for bundle in bundles:
+            row = 0
+            for plot in bundle:
+                plot.offset = at + row
+                row += plot.strides[0]
+            if len(bundle) > 1:  # each page of one is followed by the same page of the next
+                for plot in bundle:
+                    plot.strides = (row, *plot.strides[1:])
+            end = max(plot.offset + plot.extent for plot in bundle)
+            allocations.append((at, end - at))
+            at = end + self._engine.layout.gap
+        return allocations
 
     def _view(self, plot: _Plot) -> NDArray[np.uint32]:
         """Return a tensor with its axes in the order K, B, H, N, C, missing ones of size 1."""
@@ -268,85 +215,114 @@ class RankMemory:
         view = view.transpose([plot.axes.index(a) for a in present])
         return np.expand_dims(view, [i for i, a in enumerate("KBHNC") if a not in present])
 
-    def _views(self) -> Iterator[tuple[tuple[int, str], NDArray[np.uint32]]]:
+    def _parts(self) -> Iterator[tuple[tuple[int, str], Part]]:
+        heads, one = np.arange(*self.share), np.arange(1)
         content = self._model.content
-        for layer, plots in self._tensors.items():
-            views = [self._view(plot) for plot in plots]
-            if self._model.latent[layer]:
-                yield (layer, "latent"), views[0][0]
-            elif len(views) == 2:
-                yield (layer, "K"), views[0][0]
-                yield (layer, "V"), views[1][0]
-            elif "K" in plots[0].axes:
-                yield (layer, "K"), views[0][0]
-                yield (layer, "V"), views[0][1]
+        for plot in (plot for plots in self._tensors.values() for plot in plots):
+            view = self._view(plot)
+            if plot.what == "KV":
+                pair = (
+                    view if "K" in plot.axes else (view[0, ..., :content], view[0, ..., content:])
+                )
+                for part, cells in zip("KV", pair, strict=True):
+                    yield (plot.layer, part), Part(cells, heads)
+            elif plot.what == "conv":
+                at = 0
+                for piece, start, end, _ in self._pieces(self._model.layers[plot.layer]):
+                    cells = view[0][:, at : at + end - start]
+                    yield (plot.layer, f"conv.{piece}"), Part(cells, np.arange(start, end))
+                    at += end - start
             else:
-                yield (layer, "K"), views[0][0, ..., :content]
-                yield (layer, "V"), views[0][0, ..., content:]
+                units = {"ssm": np.arange(*self._state_heads()), "latent": one, "opaque": one}
+                yield (plot.layer, plot.what), Part(view[0], units.get(plot.what, heads))
+
+    def _pieces(self, kind: str) -> list[tuple[str, int, int, int]]:
+        return [
+            (piece, *piece_units(self._model, self._engine, piece, self._tp_rank))
+            for piece in CONV_PIECES[kind]
+        ]
+
+    def _state_heads(self) -> tuple[int, int]:
+        return even_shares(self._model.state_heads, self._engine.tp)[self._tp_rank]
 
     # what is announced
 
-    def _group(self, latent: bool, paging: int) -> CacheGroup:
-        pages = self._engine.pagings[paging]
-        return CacheGroup(
-            "mla" if latent else "attention",
-            pages.page_tokens * pages.pages_per_block,
-            pages.pages_per_block,
-        )
+    def _group(self, key: GroupKey) -> CacheGroup:
+        paging = paging_of(self._model, self._engine, key)
+        kind = GROUP_KINDS[key[0]]
+        window = self._model.window if kind in ("sliding_window", "chunked") else None
+        return CacheGroup(kind, paging.block_tokens, paging.pages_per_block, window)
 
-    def _announce(self, layer: int) -> LayerCache:
-        plots, latent = self._tensors[layer], self._model.latent[layer]
-        name = f"layers.{layer}"
-        group = self._keys.index((latent, self._engine.paging_of(layer)))
-        if latent:
-            return self._announce_latent(plots[0], name, group)
-        tensors = [FakeTensor(self.base + p.offset, p.shape, p.strides) for p in plots]
-        return attention_layer(
-            tensors[0] if len(tensors) == 1 else (tensors[0], tensors[1]),
-            axes=plots[0].axes,
-            layer=layer,
-            name=name,
-            group=group,
-            unit_start=self.share[0],
-            unit_total=self._model.heads,
-        )
-
-    def _announce_latent(self, plot: _Plot, name: str, group: int) -> LayerCache:
-        size = dict(zip(plot.axes, plot.shape, strict=True))
-        stride = dict(zip(plot.axes, plot.strides, strict=True))
-        cell = size["C"] * ITEM.itemsize
-        latent = CacheComponent("latent", "uint32", 0, cell, 0, 1, 1, cell, size["N"], stride["N"])
-        return LayerCache(
-            plot.layer, name, group, self.base + plot.offset, stride["B"], size["B"], (latent,)
-        )
+    def _announce(self, layer: int) -> Iterator[LayerCache]:
+        tensors = {
+            plot.what: FakeTensor(self.base + plot.offset, plot.shape, plot.strides)
+            for plot in self._tensors[layer]
+        }
+        axes = {plot.what: plot.axes for plot in self._tensors[layer]}
+        kind = self._model.layers[layer]
+        place: dict[str, Any] = {
+            "layer": layer, "name": f"layers.{layer}", "group": self._keys.index(self._key(layer)),
+        }  # fmt: skip
+        heads: dict[str, Any] = {"unit_start": self.share[0], "unit_total": self._model.heads}
+        if kind in CONV_PIECES:
+            start, end = self._state_heads()
+            yield mamba_layer(
+                tensors["conv"],
+                tensors["ssm"],
+                **place,
+                conv_pieces=[StatePiece(p, a, b - a, n) for p, a, b, n in self._pieces(kind)],
+                ssm_piece=StatePiece("ssm", start, end - start, self._model.state_heads),
+                conv_order="tokens_first" if self._engine.layout.tokens_first else "channels_first",
+            )
+        elif kind == "opaque":
+            yield opaque_layer(tensors["opaque"], **place)
+        elif kind == "mla":
+            yield mla_layer(tensors["latent"], axes=axes["latent"], **place)
+        else:
+            pair = tensors.get("KV") or (tensors["K"], tensors["V"])
+            yield attention_layer(pair, axes=self._engine.layout.axes, **place, **heads)
+        if "scale" in tensors:
+            place["name"] += ".scale"
+            scale = attention_layer(tensors["scale"], axes=axes["scale"], **place, **heads)
+            yield replace(scale, components=(replace(scale.components[0], name="scale"),))
 
     # what is in it
 
     def write(self, tables: Tables, start: int, end: int, *, mark: int | None = None) -> None:
-        """Write the names of a request's tokens, or a mark, into the cells that we hold."""
-        for (layer, part), view in self.parts.items():
-            latent = self._model.latent[layer]
-            paging = self._engine.pagings[self._engine.paging_of(layer)]
-            table = tables.of_group[latent, self._engine.paging_of(layer)]
-            tokens = np.arange(max(start, table.start_token), end)
-            block, within = np.divmod(
-                tokens - table.start_token, paging.page_tokens * paging.pages_per_block
-            )
-            ids = np.asarray(table.block_ids, np.int64)[block]
-            page = ids * paging.pages_per_block + within // paging.page_tokens
-            real = ids != table.null_block_id
-            heads = np.arange(*((0, 1) if latent else self.share))
-            names = _names(layer, part, heads, tokens[real], view.shape[-1])
-            view[page[real], :, (within % paging.page_tokens)[real]] = (
-                names if mark is None else mark
-            )
+        """Write the names of a request's cells, or a mark, into those that we hold."""
+        for (layer, part), (view, units) in self.parts.items():
+            key = self._key(layer)
+            paging = paging_of(self._model, self._engine, key)
+            table = tables.of_group[key]
+            ids = np.asarray(table.block_ids, np.int64)
+            if GROUP_KINDS[key[0]] == "state":
+                block = ids[ids != table.null_block_id][:1]
+                index = np.arange(paging.pages_per_block * block.size)
+                page, token = np.divmod(np.arange(index.size * view.shape[2]), view.shape[2])
+                names = _names(layer, part, units, page * 100 + token, view.shape[-1])
+                page = block.repeat(page.size) * paging.pages_per_block + page
+            else:
+                own = own_tokens(self._engine, self._tp_rank, table.start_token, end)
+                index = np.arange(own.size)
+                page, token = np.divmod(index, paging.page_tokens)
+                named = own
+                if part == "opaque":  # a page is named by its first token
+                    token, named = np.zeros_like(index), own[page * paging.page_tokens]
+                entry, page = np.divmod(page, paging.pages_per_block)
+                block = ids[entry]
+                which = needed(self._model, key[0], own, start, end)
+                which &= block != table.null_block_id
+                page = (block * paging.pages_per_block + page)[which]
+                token = token[which]
+                names = _names(layer, part, units, named[which], view.shape[-1])
+            view[page, :, token] = names if mark is None else mark
 
 
 def _names(
-    layer: int, part: str, heads: NDArray[Any], tokens: NDArray[Any], content: int
+    layer: int, part: str, units: NDArray[Any], tokens: NDArray[Any], content: int
 ) -> NDArray[np.uint32]:
-    """Return values that no two cells share. Shape: [tokens, heads, content]."""
-    cell = (layer * 3 + ("K", "V", "latent").index(part)) * 64 + heads
+    """Return values that no two cells share. Shape: [tokens, units, content]."""
+    cell = (layer * 16 + PARTS.index(part)) * 64 + units
     cell = cell[None, :, None] * 4096 + tokens[:, None, None]
     names: NDArray[np.uint32] = (cell * 8 + np.arange(content) + 1).astype(np.uint32)
     return names
@@ -380,10 +356,11 @@ class Fleet:
             tp_rank=rank[1],
             pp_size=len(self.engine.stages),
             tp_size=self.engine.tp,
+            dcp_size=self.engine.dcp,
             block_size=self.engine.pagings[0].page_tokens,
             engine_id=self.name,
-            is_mla=all(self.model.latent),
-            is_mamba=False,
+            is_mla=all(kind == "mla" for kind in self.model.layers),
+            is_mamba=any(kind in CONV_PIECES for kind in self.model.layers),
             total_num_kv_heads=self.model.heads,
         )
 
@@ -487,115 +464,3 @@ def indices(
     sizes = nbytes.astype(np.int64)
     before = sizes.cumsum() - sizes
     return np.repeat(offsets - before, sizes) + np.arange(sizes.sum())
-
-
-# --- what hypothesis draws -----------------------------------------------------------------------
-
-BASES = (1 << 20, 0x7F12_3456_7000, (1 << 64) - (1 << 28))
-
-
-@st.composite
-def shares(draw: st.DrawFn, heads: int) -> tuple[Share, ...]:
-    """The usual split over 1 to 8 ranks, or any intervals that cover all heads."""
-    if draw(st.integers(0, 3)):
-        return even_shares(heads, draw(st.integers(1, 8)))
-    cuts = sorted({0, heads, *draw(st.lists(st.integers(0, heads), max_size=3))})
-    extra = st.tuples(st.integers(0, heads - 1), st.integers(1, heads))
-    extras = [(a, min(heads, a + n)) for a, n in draw(st.lists(extra, max_size=3))]
-    return tuple(draw(st.permutations([*pairwise(cuts), *extras])))
-
-
-@st.composite
-def layouts(draw: st.DrawFn) -> Layout:
-    apart = draw(st.booleans())
-    axes = "".join(
-        draw(st.permutations("BHN" if apart else draw(st.sampled_from(["BHN", "BKHN"]))))
-    )
-    in_rows = draw(st.booleans())
-    if in_rows:
-        axes = "B" + axes.replace("B", "")
-    return Layout(
-        axes=axes + "C",
-        apart=apart,
-        padded_axis=draw(st.sampled_from(["", *axes])),
-        in_rows=in_rows,
-        gap=draw(st.sampled_from([0, 64])),
-        one_region=draw(st.booleans()),
-    )
-
-
-@st.composite
-def engines(draw: st.DrawFn, model: Model) -> Engine:
-    layers = len(model.latent)
-    cuts = [0, *sorted(draw(st.lists(st.integers(0, layers), max_size=2))), layers]
-    pagings = st.builds(Paging, st.integers(1, 9), st.integers(1, 3))
-    return Engine(
-        shares=draw(shares(model.heads)),
-        stages=tuple(b - a for a, b in pairwise(cuts)),
-        pagings=tuple(draw(st.lists(pagings, min_size=1, max_size=2))),
-        layout=draw(layouts()),
-        base=draw(st.sampled_from(BASES)),
-    )
-
-
-@st.composite
-def tables_for(
-    draw: st.DrawFn, model: Model, engine: Engine, start: int, end: int, *, null: bool
-) -> tuple[Engine, Tables]:
-    """Block tables of a request, and the engine with enough blocks for them."""
-    firsts: dict[GroupKey, int] = {}
-    counts: dict[GroupKey, int] = {}
-    for key in group_keys(model, engine):
-        paging = engine.pagings[key[1]]
-        firsts[key] = draw(st.integers(0, start))
-        needed = -(-(end - firsts[key]) // (paging.page_tokens * paging.pages_per_block))
-        counts[key] = needed + draw(st.integers(0, 2))
-    blocks = max(1, *counts.values()) + draw(st.integers(0, 3))
-    tables = {}
-    for key, count in counts.items():
-        ids = draw(block_ids(blocks, count))
-        holes = set(draw(st.lists(st.integers(0, count), max_size=3))) if null else set()
-        tables[key] = BlockTable(
-            [NULL if i in holes else block for i, block in enumerate(ids)],
-            start_token=firsts[key],
-            null_block_id=NULL if holes else None,
-        )
-    return replace(engine, blocks=blocks), Tables(tables)
-
-
-@st.composite
-def block_ids(draw: st.DrawFn, blocks: int, count: int) -> list[int]:
-    """Distinct blocks: ascending, descending, or runs of blocks in any order."""
-    order = draw(st.sampled_from(["ascending", "descending", "runs"]))
-    if order != "runs":
-        first = draw(st.integers(0, blocks - count))
-        return list(range(first, first + count))[:: 1 if order == "ascending" else -1]
-    length = draw(st.integers(1, 4))
-    starts = np.arange(0, blocks, length)
-    np.random.default_rng(draw(st.integers(0, 1000))).shuffle(starts)
-    return [i for start in starts.tolist() for i in range(start, min(start + length, blocks))][
-        :count
-    ]
-
-
-@st.composite
-def cases(draw: st.DrawFn) -> Case:
-    model = Model(
-        latent=tuple(draw(st.lists(st.sampled_from([False, False, True]), min_size=1, max_size=5))),
-        heads=draw(st.integers(1, 8)),
-        content=draw(st.integers(1, 3)),
-    )
-    start = draw(st.integers(0, 20))
-    end = start + draw(st.integers(0, 30))
-    one, other = draw(engines(model)), draw(engines(model))
-    if draw(st.booleans()):  # pages that are alike merge most
-        other = replace(other, layout=one.layout, pagings=one.pagings)
-    producer, producer_tables = draw(tables_for(model, one, start, end, null=False))
-    consumer, consumer_tables = draw(tables_for(model, other, start, end, null=True))
-    direction = draw(st.sampled_from(DIRECTIONS))
-    ours = consumer if direction == "read" else producer
-    usual = len(ours.stages) == 1 and ours.shares == even_shares(model.heads, ours.tp)
-    return Case(
-        model, producer, consumer, producer_tables, consumer_tables, start, end, direction,
-        assume_even=usual and draw(st.booleans()),
-    )  # fmt: skip

@@ -253,8 +253,23 @@ def test_publishing_anew_raises_the_generation(server: HandshakeServer) -> None:
 
 
 def test_a_server_that_has_nothing_yet_says_so(server: HandshakeServer) -> None:
-    with pytest.raises(HandshakeError, match="published no ranks yet"):
-        fetch_metadata(server.host, server.port, timeout_s=5)
+    with pytest.raises(HandshakeTimeoutError, match="nothing but 'not yet'"):
+        fetch_metadata(server.host, server.port, timeout_s=0.3)
+
+
+def test_an_engine_that_is_still_starting_is_waited_for(server: HandshakeServer) -> None:
+    publish = threading.Timer(0.3, server.set_xfer_handshake_metadata, args=[{0: metadata(0, 0)}])
+    publish.start()
+    assert fetch_metadata(server.host, server.port, timeout_s=20).by_rank == {
+        (0, 0): metadata(0, 0)
+    }
+    publish.join()
+
+
+@pytest.mark.parametrize("timeout_s", [-1, 0, float("nan"), float("inf")])
+def test_a_wait_that_is_no_time_is_refused(server: HandshakeServer, timeout_s: float) -> None:
+    with pytest.raises(ConfigError, match=f"timeout_s {timeout_s:g} must be"):
+        fetch_metadata(server.host, server.port, timeout_s=timeout_s)
 
 
 def test_b47_the_wrong_engine_behind_an_address_is_named(server: HandshakeServer) -> None:

@@ -22,13 +22,14 @@ from kvbridge.plan import (
     PlanOptions,
     generate_engine_transfer_plan,
 )
-from tests.property.oracle import Engine, Fleet, Layout, Model, Paging, even_shares
+from tests.property.engines import Engine, Layout, Model, Paging, even_shares
+from tests.property.oracle import Fleet
 
-MODEL = Model(latent=(False, False), heads=4, content=1)
+MODEL = Model(("attention", "attention"), heads=4, content=1)
 
 
 def fleet(name: str, tp: int = 1, **changes: Any) -> Fleet:
-    stages = changes.pop("stages", (len(MODEL.latent),))
+    stages = changes.pop("stages", (len(MODEL.layers),))
     return Fleet(MODEL, Engine(even_shares(MODEL.heads, tp), stages, **changes), name)
 
 
