@@ -67,6 +67,6 @@ $(CORE): pyproject.toml $(CONSTRAINTS) | $(BIN)/pip
 
 # nixl-cu12 declares torch, which brings several GB of CUDA, and needs only numpy: hence --no-deps.
 $(ALL): $(CORE)
-	$(PIP_INSTALL) --editable ".[testing,docs,dev]"
+	$(PIP_INSTALL) --editable ".[testing,docs,dev,torch]"
 	$(PIP_INSTALL) --no-deps nixl-cu12
 	@touch $@

@@ -1,9 +1,10 @@
 """A plan as a picture: who holds what on both sides, and ribbons for the bytes between."""
 
 import colorsys
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 
-from kvbridge.cli.picture_scene import LEFT_MAP, RIGHT_MAP, Flow, Node, Scene, place
+from kvbridge.cli.picture_scene import LEFT_MAP, RIGHT_MAP, SMALL_LINE, Flow, Node, Scene, place
 from kvbridge.cli.plan_values import PlanReport, Share
 from kvbridge.cli.plan_words import (
     bands,
@@ -102,11 +103,11 @@ class _Drawing:
         self._map((x, y), LEFT_MAP, ((share, strong) for share in node.holding.shares))
         lines = [words_of_share(share) for share in node.holding.shares]
         if silent:
-            lines = [lines[0], "notify only"]
+            lines = [*lines[:1], "notify only"]
         x, ink = x + LEFT_MAP[0] + 12, QUIET if silent else INK
         self._canvas.text(x, y + 9, self._name(node.rank), bold=True, fill=ink)
-        for i, line in enumerate(lines[:2]):
-            self._canvas.text(x, y + 23 + 13 * i, line, size=11, fill=QUIET)
+        for i, line in enumerate(lines):
+            self._canvas.text(x, y + 23 + SMALL_LINE * i, line, size=11, fill=QUIET)
 
     def _target(self, node: Node) -> None:
         text = self._canvas.text
@@ -116,8 +117,8 @@ class _Drawing:
         )  # fmt: skip
         x, right = _RIGHT_EDGE + 14, _RIGHT_EDGE + _RIGHT_WIDTH - RIGHT_MAP[0] - 24
         text(x, node.y + 17, self._name(node.rank), bold=True)
-        held = "; ".join(map(words_of_share, node.holding.shares))
-        text(x, node.y + 31, held, size=11, fill=QUIET)
+        for i, share in enumerate(node.holding.shares):
+            text(x, node.y + 31 + SMALL_LINE * i, words_of_share(share), size=11, fill=QUIET)
         for flow in node.flows:
             y = flow.lands + flow.width / 2 + 4
             self._canvas.box(_RIGHT_EDGE, flow.lands, 6, flow.width, fill=self._strong[flow.source])
@@ -129,7 +130,7 @@ class _Drawing:
             more = f" and {len(node.told) - 4} more" if node.told[4:] else ""
             text(x, node.y + node.height - 10, f"{names}{more}: no bytes", size=11, fill=QUIET)
         y = node.y + (node.height - RIGHT_MAP[1]) / 2
-        parts = ((flow.move, self._strong[flow.source]) for flow in node.flows)
+        parts = ((share, self._strong[source]) for share, source in _mixed(node.flows))
         self._map((right + 16, y), RIGHT_MAP, parts)
 
     def _map(
@@ -145,7 +146,8 @@ class _Drawing:
         for share, fill in parts:
             spans = {(u.start / u.total * width, u.end / u.total * width) for u in share.units}
             for band in bands(share.layers):
-                top, deep = y + band.start * step, len(band) * step
+                # A hair more than its height, so that no seam shows between neighbours.
+                top, deep = y + band.start * step, min(len(band) * step + 0.4, height)
                 for start, end in sorted(spans):
                     self._canvas.box(x + start, top, end - start, deep, fill=fill)
         self._canvas.box(x, y, width, height, stroke=QUIET)
@@ -163,9 +165,27 @@ class _Drawing:
         if self._scene.dashes:
             right.append("dashed: no bytes move, but the rank hears when all is done")
         left.append("a ribbon is as wide as the bytes that move")
+        if any(len(alike) > 1 for node in self._scene.right for alike in _alike(node.flows)):
+            left.append("stripes: several ranks hold the tokens in turn")
         for x, lines in ((_MARGIN + width + 12, left), (_RIGHT_EDGE, right)):
             for i, line in enumerate(lines):
                 self._canvas.text(x, y + 9 + 15 * i, line, size=11)
+
+
+def _alike(flows: Iterable[Flow]) -> list[list[Flow]]:
+    """Return flows that bring the same layers and units together; their tokens differ."""
+    found: dict[object, list[Flow]] = defaultdict(list)
+    for flow in flows:
+        found[flow.move.layers, flow.move.units].append(flow)
+    return list(found.values())
+
+
+def _mixed(flows: Iterable[Flow]) -> Iterator[tuple[Share, Rank]]:
+    """Yield what to fill in for each source; those that share out tokens become stripes."""
+    for alike in _alike(flows):
+        for i, flow in enumerate(alike):
+            layers = flow.move.layers[i :: len(alike)]
+            yield Share(flow.move.kind, layers, flow.move.units), flow.source
 
 
 def _label(flow: Flow) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from kvbridge.cli.plan_values import Move, PlanReport, RankHolding
 from kvbridge.model import Rank
 
-TOP, LINE, HEADER = 106, 17, 40
+TOP, LINE, SMALL_LINE = 106, 17, 13
 LEFT_MAP, RIGHT_MAP = (60, 36), (108, 60)
 """Width and height of the small maps."""
 _PADDING, _GAP, _STAGE_GAP = 12, 10, 26
@@ -42,13 +42,18 @@ class Node:
     holding: RankHolding
     flows: list[Flow]
     told: list[Rank]
-    height: float
+    height: float = 0.0
     y: float = 0.0
 
     @property
     def rank(self) -> Rank:
         """Coordinate of the rank."""
         return self.holding.rank
+
+    @property
+    def header(self) -> float:
+        """Height of the lines that say what the rank is and holds."""
+        return 27 + SMALL_LINE * len(self.holding.shares)
 
 
 @dataclass
@@ -84,7 +89,7 @@ def place(report: PlanReport) -> Scene:
         for flow in node.flows:
             flow.leaves, y = y, y + flow.width
     for node in scene.right:
-        y = node.y + HEADER
+        y = node.y + node.header
         for flow in node.flows:
             slot = _slot(flow)
             flow.lands, y = y + (slot - flow.width) / 2, y + slot
@@ -113,12 +118,15 @@ def _nodes(scene: Scene, holdings: Sequence[RankHolding], *, is_source: bool) ->
         told = [other for own, other in ends if own == holding.rank]
         if not flows and not told:
             continue
+        node = Node(holding, flows, told)
         if is_source:
-            needed, least = sum(flow.width for flow in flows), LEFT_MAP[1]
+            words = SMALL_LINE * (len(holding.shares) + 1)
+            needed = max(LEFT_MAP[1], words, sum(flow.width for flow in flows))
         else:
             rows = sum(map(_slot, flows)) + (LINE if told else 0)
-            needed, least = HEADER - _PADDING / 2 + rows, RIGHT_MAP[1]
-        nodes.append(Node(holding, flows, told, max(needed, least) + _PADDING))
+            needed = max(RIGHT_MAP[1], node.header + rows - _PADDING / 2)
+        node.height = needed + _PADDING
+        nodes.append(node)
     return nodes
 
 

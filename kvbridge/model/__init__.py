@@ -1,6 +1,6 @@
 """Values: what an engine is made of and what its ranks hold."""
 
-from kvbridge.model.arrays import memory_region
+from kvbridge.model.arrays import memory_region, view_of
 from kvbridge.model.cache import (
     CacheComponent,
     CacheGroup,
@@ -42,4 +42,5 @@ __all__ = [
     "mla_layer",
     "opaque_layer",
     "transfer_infos",
+    "view_of",
 ]

@@ -3,6 +3,8 @@
 from kvbridge.plan.generate import generate_engine_transfer_plan
 from kvbridge.plan.mapping import compute_tp_mapping
 from kvbridge.plan.plan import EngineTransferPlan
+from kvbridge.plan.rearrange import Rearrangement
+from kvbridge.plan.staged import StagedTransfer
 from kvbridge.plan.values import (
     BlockTable,
     Grid,
@@ -23,7 +25,9 @@ __all__ = [
     "PlanOptions",
     "RankPlan",
     "ReadSpec",
+    "Rearrangement",
     "RegionPlan",
+    "StagedTransfer",
     "TPMapping",
     "TransferBatch",
     "compute_tp_mapping",

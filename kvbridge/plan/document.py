@@ -1,14 +1,14 @@
 """A plan as a document: JSON to keep and compare, words to read."""
 
 import hashlib
-from collections import Counter, defaultdict
+from collections import defaultdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
 from kvbridge.errors import PlanError, UnsupportedLayoutError
 from kvbridge.model import CacheGroup, LayerKey, Rank
-from kvbridge.plan.pieces import one_piece
+from kvbridge.plan.cost import copies_of, costs_of, form_of
 from kvbridge.plan.values import Direction, Grid, Need, PlanOptions, RankPlan, RegionPlan
 
 if TYPE_CHECKING:
@@ -169,15 +169,14 @@ def explain(plan: "EngineTransferPlan") -> str:
     for source in plan.sources:
         total = sum(region.nbytes_per_token for region in source.regions)
         lines.append(f"  rank {source.rank}: {total} bytes a token")
-        patterns = Counter(
-            (r.component, r.unit_start, r.unit_end, r.cell_bytes, r.local, r.remote)
-            for r in source.regions
-        )
-        for (component, first, last, cell, here, there), layers in patterns.items():
-            lines.append(
-                f"    {layers} layers, {component} units [{first}, {last}): "
-                f"{_cost(last - first, cell, here, there)}"
-            )
+        patterns: dict[tuple[object, ...], list[RegionPlan]] = defaultdict(list)
+        for r in source.regions:
+            key = (r.component, r.unit_start, r.unit_end, r.cell_bytes, r.local, r.remote)
+            patterns[key].append(r)
+        lines += (f"    {len(alike)} layers, {_words(alike[0])}" for alike in patterns.values())
+    direct, staged = costs_of(plan)
+    lines.append(f"  a page of everything, direct: {direct}")
+    lines.append(f"  the same, staged: {staged}; the plan is {plan.strategy}")
     if plan.notify_only:
         lines.append(f"  tells without bytes: {list(plan.notify_only)}")
     if plan.left_out:
@@ -187,22 +186,12 @@ def explain(plan: "EngineTransferPlan") -> str:
     return "\n".join(lines)
 
 
-def _cost(units: int, cell_bytes: int, here: Grid, there: Grid) -> str:
+def _words(region: RegionPlan) -> str:
     """Say how many pieces the smaller of two pages takes."""
-    tokens = min(here.cells, there.cells)
-    nbytes = units * tokens * cell_bytes
-    pieces, form = _pieces(units, tokens, cell_bytes, here, there)
-    what = {"tokens": f"{tokens} tokens", "pages": "a page", "state": "a state"}[here.moves]
-    return f"{pieces} pieces of {nbytes // pieces} bytes for {what} ({form})"
-
-
-def _pieces(units: int, tokens: int, cell_bytes: int, here: Grid, there: Grid) -> tuple[int, str]:
-    unit_axis = (units, here.unit_stride, there.unit_stride)
-    token_axis = (tokens, here.token_stride, there.token_stride)
-    if one_piece(cell_bytes, unit_axis, token_axis):
-        return 1, "pages are alike"
-    if one_piece(cell_bytes, token_axis):
-        return units, "one run of tokens per unit"
-    if one_piece(cell_bytes, unit_axis):
-        return tokens, "one run of units per token"
-    return units * tokens, "cell by cell"
+    copies, nbytes = copies_of(region)
+    tokens = min(region.local.cells, region.remote.cells)
+    what = {"tokens": f"{tokens} tokens", "pages": "a page", "state": "a state"}
+    return (
+        f"{region.component} units [{region.unit_start}, {region.unit_end}): {copies} pieces of "
+        f"{nbytes} bytes for {what[region.local.moves]} ({form_of(region)})"
+    )

@@ -138,8 +138,11 @@ def _check_inputs(
 ) -> None:
     if direction not in ("read", "write"):
         raise PlanError(f"direction {direction!r} is unknown; known: read, write")
-    if options.strategy == "staged":
-        raise UnsupportedLayoutError("the staged strategy is not available yet; use 'direct'")
+    if (options.strategy, direction) == ("staged", "write"):
+        raise UnsupportedLayoutError(
+            "a plan that writes has no staged form: what arrives is rearranged by the consumer; "
+            "use strategy 'auto' or 'direct'"
+        )
     if local.rank != (topology.pp_rank, topology.tp_rank):
         raise PlanError(
             f"{local.where} is not the topology's rank "

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvbridge.errors import BlockTableError
-from kvbridge.plan.binding import Binding, RankBinding, Stream
+from kvbridge.plan.binding import Binding, RankBinding, Stream, WholePages
 from kvbridge.plan.pieces import Pieces, Seams, merge_runs, one_piece
 from kvbridge.plan.segments import Segments, Side, first_token_needed, segments_between
 from kvbridge.plan.shape import Pattern
@@ -23,7 +23,7 @@ from kvbridge.plan.values import (
 if TYPE_CHECKING:
     from kvbridge.plan.plan import EngineTransferPlan
 
-_SegmentsOf = Callable[[Grid, Grid], Segments]
+SegmentsOf = Callable[[Grid, Grid], Segments]
 
 
 def lower_plan(
@@ -34,6 +34,26 @@ def lower_plan(
     end: int,
 ) -> list[TransferBatch]:
     """Lower a plan for one request; see ``EngineTransferPlan.lower``."""
+    segments_of = segments_for(binding, local_tables, remote_tables, start, end)
+    batches = (
+        batch_of(rank, *pieces_of(rank.streams, rank.partial, rank.whole, rank, segments_of))
+        for rank in binding.ranks
+    )
+    return [batch for batch in batches if batch.nbytes.size]
+
+
+def segments_for(
+    binding: Binding,
+    local_tables: Sequence[BlockTable],
+    remote_tables: Sequence[BlockTable],
+    start: int,
+    end: int,
+) -> SegmentsOf:
+    """Check a request, and return what finds its segments for two grids; each is worked out once.
+
+    Raises:
+        BlockTableError: The range runs backwards, or a cache group has no table.
+    """
     check_range(start, end)
     local = Side("local", local_tables, binding.local_blocks, binding.destination_is_local)
     remote = Side("remote", remote_tables, binding.remote_blocks, not binding.destination_is_local)
@@ -48,8 +68,7 @@ def lower_plan(
             known[key] = segments_between(local, remote, here, there, first, end)
         return known[key]
 
-    batches = (_lower_rank(rank, segments_of) for rank in binding.ranks)
-    return [batch for batch in batches if batch.nbytes.size]
+    return segments_of
 
 
 def check_range(start: int, end: int) -> None:
@@ -78,39 +97,52 @@ def check_table_count(name: str, tables: Sequence[BlockTable], groups: Iterable[
         )
 
 
-def _lower_rank(rank: RankBinding, segments_of: _SegmentsOf) -> TransferBatch:
-    parts: list[_Part] = []
+def pieces_of(
+    streams: Iterable[Stream],
+    partial: Iterable[Stream],
+    whole: Iterable[WholePages],
+    rank: RankBinding,
+    segments_of: SegmentsOf,
+) -> tuple[Pieces, int]:
+    """Return the pieces of one source, merged, and their number before merging.
+
+    Args:
+        streams: Patterns that move every page by themselves.
+        partial: Patterns that move only parts of pages.
+        whole: Whole pages that are one piece or less.
+        rank: The source.
+        segments_of: Finds segments.
+    """
+    parts: list[Part] = []
     count = 0
-    for whole in rank.whole:
-        segments = segments_of(whole.local, whole.remote)
-        segments = segments.where(segments.tokens == whole.local.cells)
-        offsets = segments.offsets(whole.local, whole.remote)
-        runs = merge_runs(*offsets, np.full(len(segments), whole.nbytes))
-        parts.append(_Part(whole.local_base, whole.remote_base, runs, True))
-        count += len(segments) * whole.region_count
-    for stream in rank.partial:
+    for pages in whole:
+        segments = segments_of(pages.local, pages.remote)
+        segments = segments.where(segments.tokens == pages.local.cells)
+        offsets = segments.offsets(pages.local, pages.remote)
+        runs = merge_runs(*offsets, np.full(len(segments), pages.nbytes))
+        parts.append(Part(pages.local_base, pages.remote_base, runs, True))
+        count += len(segments) * pages.region_count
+    for stream in partial:
         pattern = stream.pattern
         segments = segments_of(pattern.local, pattern.remote)
-        count += _extend(parts, stream, segments.where(segments.tokens != pattern.local.cells))
-    for stream in rank.streams:
+        count += extend(parts, stream, segments.where(segments.tokens != pattern.local.cells))
+    for stream in streams:
         segments = segments_of(stream.pattern.local, stream.pattern.remote)
-        count += _extend(parts, stream, segments)
+        count += extend(parts, stream, segments)
     parts = [part for part in parts if part.runs[0].size]
     if len(parts) == 1 and parts[0].is_merged():
-        local, remote, nbytes = parts[0].pieces()
-    else:
-        local, remote, nbytes = _merged([part.pieces() for part in parts], rank.seams)
-    return TransferBatch(
-        rank.rank,
-        local.view(np.uint64),
-        remote.view(np.uint64),
-        nbytes.view(np.uint64),
-        piece_count=count,
-    )
+        return parts[0].pieces(), count
+    return merged([part.pieces() for part in parts], rank.seams), count
+
+
+def batch_of(rank: RankBinding, pieces: Pieces, piece_count: int) -> TransferBatch:
+    """Return pieces as what goes to a transport."""
+    local, remote, nbytes = (array.view(np.uint64) for array in pieces)
+    return TransferBatch(rank.rank, local, remote, nbytes, piece_count)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Part:
+class Part:
     """Runs that repeat for every base address.
 
     Shape: bases [R] int64; runs [N] int64 each: local and remote offsets, lengths.
@@ -128,6 +160,7 @@ class _Part:
     runs_are_merged: bool
 
     def pieces(self) -> Pieces:
+        """Return the runs at every base address."""
         here, there, nbytes = self.runs
         lengths = np.empty((self.local_base.size, nbytes.size), np.int64)
         lengths[:] = nbytes
@@ -152,7 +185,7 @@ class _Part:
         return not (touch & (steps == reach)).any()
 
 
-def _merged(parts: list[Pieces], seams: Seams) -> Pieces:
+def merged(parts: list[Pieces], seams: Seams) -> Pieces:
     """Put pieces in order of local addresses, and join those that touch."""
     if not parts:
         return np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.int64)
@@ -164,20 +197,20 @@ def _merged(parts: list[Pieces], seams: Seams) -> Pieces:
     return merge_runs(local, remote, nbytes, seams)
 
 
-def _extend(parts: list[_Part], stream: Stream, segments: Segments) -> int:
+def extend(parts: list[Part], stream: Stream, segments: Segments) -> int:
     """Add a stream's pieces; return their number before merging."""
     pattern = stream.pattern
     if pattern.row_bytes:
         offsets = segments.offsets(pattern.local, pattern.remote)
         runs = merge_runs(*offsets, segments.tokens * pattern.row_bytes)
-        parts.append(_Part(stream.local_base, stream.remote_base, runs, True))
+        parts.append(Part(stream.local_base, stream.remote_base, runs, True))
         return stream.local_base.size * len(segments)
     count = 0
     for tokens in np.unique(segments.tokens):
         # Few values occur: whole pages, the two ends, and the steps between unequal page sizes.
         same = segments.where(segments.tokens == tokens)
         runs = _runs(pattern, same, int(tokens))
-        parts.append(_Part(stream.local_base, stream.remote_base, runs, False))
+        parts.append(Part(stream.local_base, stream.remote_base, runs, False))
         count += stream.local_base.size * runs[0].size
     return count
 

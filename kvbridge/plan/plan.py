@@ -3,13 +3,17 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Literal
 
-from kvbridge.errors import UnboundPlanError
+from kvbridge.errors import UnboundPlanError, UnsupportedLayoutError
 from kvbridge.model import CacheGroup, LayerKey, Rank, RankCache
 from kvbridge.plan import document
 from kvbridge.plan.binding import Binding, bind_plan
 from kvbridge.plan.check import check_plan
+from kvbridge.plan.cost import costs_of
 from kvbridge.plan.lower import lower_plan, read_specs
+from kvbridge.plan.rearrange import Rearrangement
+from kvbridge.plan.staged import StagedTransfer, lower_staged_plan
 from kvbridge.plan.values import (
     BlockTable,
     Direction,
@@ -68,6 +72,14 @@ class EngineTransferPlan:
     def fingerprint(self) -> str:
         """Digest of the plan's content, stable across processes."""
         return document.fingerprint(self)
+
+    @cached_property
+    def strategy(self) -> Literal["direct", "staged"]:
+        """The form that the options ask for, or the cheaper one if they leave it open."""
+        if self.options.strategy != "auto":
+            return self.options.strategy
+        direct, staged = costs_of(self)
+        return "staged" if self.direction == "read" and staged.total < direct.total else "direct"
 
     def check(self) -> None:
         """Prove that the plan covers exactly what it must.
@@ -136,6 +148,46 @@ class EngineTransferPlan:
         if self.binding is None:
             raise UnboundPlanError("the plan has no addresses; bind it to two engines' caches")
         return lower_plan(self.binding, local_tables, remote_tables, start_token, end_token)
+
+    def lower_staged(
+        self,
+        local_tables: Sequence[BlockTable],
+        remote_tables: Sequence[BlockTable],
+        *,
+        start_token: int = 0,
+        end_token: int,
+        staging_address: int = 0,
+    ) -> StagedTransfer:
+        """Turn block tables into reads of whole pages, and a rearrangement for when they are here.
+
+        Pages that hold scattered cells go into staging memory, everything else straight into the
+        cache. Where the plan's strategy is direct, all of it does.
+
+        Args:
+            local_tables: One table for each local cache group.
+            remote_tables: One table for each remote cache group.
+            start_token: First token to move.
+            end_token: One past the last token to move.
+            staging_address: Start of registered memory that holds ``staging_nbytes`` of the
+                result; 0 to learn how many those are.
+
+        Raises:
+            UnboundPlanError: The plan has no addresses.
+            UnsupportedLayoutError: The plan writes: the consumer alone can rearrange.
+            BlockTableError: A table does not cover the range, or lists impossible blocks.
+        """
+        if self.binding is None:
+            raise UnboundPlanError("the plan has no addresses; bind it to two engines' caches")
+        if self.direction == "write":
+            raise UnsupportedLayoutError(
+                "a plan that writes has no staged form: what arrives is rearranged by the "
+                "consumer; plan with direction='read' there"
+            )
+        tables = (local_tables, remote_tables)
+        if self.strategy == "direct":
+            batches = self.lower(*tables, start_token=start_token, end_token=end_token)
+            return StagedTransfer(batches, Rearrangement.nothing(), 0)
+        return lower_staged_plan(self.binding, *tables, (start_token, end_token), staging_address)
 
     def read_specs(
         self,

@@ -134,9 +134,9 @@ def test_an_uneven_share_cannot_be_assumed() -> None:
     [
         ({"direction": "push"}, PlanError, "direction 'push' is unknown; known: read, write"),
         (
-            {"options": PlanOptions(strategy="staged")},
+            {"direction": "write", "options": PlanOptions(strategy="staged")},
             UnsupportedLayoutError,
-            "staged strategy is not available yet",
+            "a plan that writes has no staged form",
         ),
     ],
 )

@@ -1,0 +1,129 @@
+"""Putting cells in their places within this process's memory, by array assignment."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvbridge.errors import PlanError
+from kvbridge.model import view_of
+from kvbridge.plan.values import Int64Array, UInt64Array
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rearrangement:
+    """Pieces of memory to copy within this process.
+
+    Shape: source_address, target_address, nbytes [N] uint64.
+
+    Attributes:
+        source_address: Where each piece is.
+        target_address: Where it belongs.
+        nbytes: Its length.
+    """
+
+    source_address: UInt64Array
+    target_address: UInt64Array
+    nbytes: UInt64Array
+
+    @classmethod
+    def nothing(cls) -> "Rearrangement":
+        """Return a rearrangement without pieces."""
+        return cls(np.empty(0, np.uint64), np.empty(0, np.uint64), np.empty(0, np.uint64))
+
+    @property
+    def total_nbytes(self) -> int:
+        """Sum over all pieces."""
+        return int(self.nbytes.sum())
+
+    def apply(self, sources: Sequence[Any], targets: Sequence[Any]) -> None:
+        """Copy every piece.
+
+        All pieces between two buffers are one assignment of rows, in numpy or in torch, on the
+        device that the buffers are on.
+
+        Args:
+            sources: Flat buffers of bytes that hold the pieces: numpy arrays of ``uint8`` or torch
+                tensors of ``uint8``, all of one library.
+            targets: Flat buffers of bytes that they belong in.
+
+        Raises:
+            PlanError: A buffer is not flat bytes, or a piece lies in none of them.
+        """
+        here, there = [_Buffer(s) for s in sources], [_Buffer(t) for t in targets]
+        source = _locate(here, self.source_address, self.nbytes, "source")
+        target = _locate(there, self.target_address, self.nbytes, "target")
+        pairs = np.unique(np.stack((source, target)), axis=1) if source.size else np.empty((2, 0))
+        for s, t in pairs.T.astype(int).tolist():
+            chosen = (source == s) & (target == t)
+            _assign(
+                here[s],
+                there[t],
+                self.source_address[chosen].view(np.int64) - here[s].address,
+                self.target_address[chosen].view(np.int64) - there[t].address,
+                self.nbytes[chosen].view(np.int64),
+            )
+
+
+class _Buffer:
+    """Flat bytes of numpy or torch, and where they lie."""
+
+    def __init__(self, content: Any) -> None:
+        view = view_of(content)
+        if len(view.shape) != 1 or view.strides != (1,) or view.item_bytes != 1:
+            raise PlanError(
+                f"a buffer to rearrange is flat uint8, got {view.dtype} of shape {view.shape}; "
+                "pass a flat view of its bytes"
+            )
+        self.content = content
+        self.address = int(np.uint64(view.address).view(np.int64))
+        self.nbytes = view.shape[0]
+
+    def rows(self, width: int) -> Any:
+        """Return the bytes as rows of some width; a rest that fills no row is left out."""
+        count = self.nbytes // width
+        if isinstance(self.content, np.ndarray):
+            # One item a row: numpy then copies rows as it copies numbers.
+            return self.content[: count * width].view(np.dtype((np.void, width)))
+        return self.content[: count * width].view(count, width)
+
+
+def _locate(
+    buffers: Sequence[_Buffer], address: UInt64Array, nbytes: UInt64Array, what: str
+) -> NDArray[np.intp]:
+    """Return which buffer each piece lies in."""
+    found = np.full(address.size, -1, np.intp)
+    for i, buffer in enumerate(buffers):
+        offset = address.view(np.int64) - buffer.address
+        found[(offset >= 0) & (offset + nbytes.view(np.int64) <= buffer.nbytes)] = i
+    if (found < 0).any():
+        at = int(np.argmax(found < 0))
+        raise PlanError(
+            f"piece {at} at {int(address[at]):#x} of {int(nbytes[at])} bytes lies in none of the "
+            f"{len(buffers)} {what} buffers; pass all memory that the rearrangement touches"
+        )
+    return found
+
+
+def _assign(
+    source: _Buffer, target: _Buffer, here: Int64Array, there: Int64Array, nbytes: Int64Array
+) -> None:
+    """Copy pieces between two buffers, as rows of the widest size that all of them fit."""
+    width = math.gcd(*(int(np.gcd.reduce(values)) for values in (here, there, nbytes)))
+    if not width:
+        return  # a single empty piece at the start of both
+    counts = nbytes // width
+    # Row j of a piece lies j rows after its first: number the rows of all pieces through.
+    row = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    from_row = np.repeat(here // width, counts) + row
+    to_row = np.repeat(there // width, counts) + row
+    rows = source.rows(width)
+    if isinstance(rows, np.ndarray):
+        target.rows(width)[to_row] = rows[from_row]
+        return
+    int64 = rows[:0].long().dtype
+    taken = rows.index_select(0, rows.new_tensor(from_row, dtype=int64))
+    target.rows(width).index_copy_(0, rows.new_tensor(to_row, dtype=int64), taken)
