@@ -53,7 +53,7 @@ def lower_staged_plan(
         small = [stream for stream in rank.streams if _is_scattered(stream)]
         large = [stream for stream in rank.streams if not _is_scattered(stream)]
         direct, count = pieces_of(large, rank.partial, rank.whole, rank, segments_of)
-        staged = _stage(small, segments_of, staging_address + used)
+        staged = _stage(small, segments_of, rank.seams[1], staging_address + used)
         reads = merged([direct, *staged.reads], rank.seams)
         batch = batch_of(rank, reads, count + sum(read[0].size for read in staged.reads))
         batches += [batch] if batch.nbytes.size else []
@@ -73,7 +73,9 @@ class _Staged(NamedTuple):
     nbytes: int
 
 
-def _stage(streams: list[Stream], segments_of: SegmentsOf, address: int) -> _Staged:
+def _stage(
+    streams: list[Stream], segments_of: SegmentsOf, seams: Int64Array, address: int
+) -> _Staged:
     """Stage the scattered cells of one source, from an address on."""
     alike: dict[tuple[object, ...], list[Stream]] = defaultdict(list)
     for stream in streams:
@@ -88,7 +90,7 @@ def _stage(streams: list[Stream], segments_of: SegmentsOf, address: int) -> _Sta
         pages, index = np.unique(segments.remote_page, return_inverse=True)
         if not pages.size:
             continue
-        spans = _Spans(members)
+        spans = _Spans(members, seams)
         slots = address + np.cumsum(spans.nbytes * pages.size) - spans.nbytes * pages.size
         slot_of_page = slots[:, None] + spans.nbytes[:, None] * np.arange(pages.size)
         reads.append(
@@ -108,18 +110,19 @@ def _stage(streams: list[Stream], segments_of: SegmentsOf, address: int) -> _Sta
 
 
 class _Spans:
-    """The parts of a remote page that some regions lie in; those that overlap are one.
+    """The parts of a remote page that some regions lie in; those that touch are one.
 
     Shape: start, nbytes [K] int64: where the parts of page 0 start, and their lengths.
     """
 
-    def __init__(self, streams: list[Stream]) -> None:
+    def __init__(self, streams: list[Stream], seams: Int64Array) -> None:
         first = np.concatenate([stream.remote_base for stream in streams])
         end = np.concatenate([stream.remote_base + _span(stream) for stream in streams])
         order = np.argsort(first, kind="stable")
         first, reach = first[order], np.maximum.accumulate(end[order])
-        # Only what overlaps is joined: parts that merely touch may be registered apart.
-        opens = np.flatnonzero(np.concatenate(([True], first[1:] >= reach[:-1])))
+        gap = first[1:] - reach[:-1]
+        apart = (gap > 0) | ((gap == 0) & np.isin(first[1:], seams))
+        opens = np.flatnonzero(np.concatenate(([True], apart)))
         self.start: Int64Array = first[opens]
         self.nbytes: Int64Array = np.append(reach[opens[1:] - 1], reach[-1]) - self.start
 
