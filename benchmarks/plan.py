@@ -17,6 +17,7 @@ import statistics
 import time
 import tracemalloc
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -159,9 +160,9 @@ def growth_with_pages(runs: int) -> dict[str, Any]:
         (paper_engine("decode", 8, pages=pages), paper_engine("prefill", 16, 4, pages=pages))
         for pages in (10_000, 1_000_000)
     )
-    seconds = in_turn(runs, lambda: plan_anew(*few), lambda: plan_anew(*many))
+    seconds = in_turn(runs, partial(plan_anew, *few), partial(plan_anew, *many))
     (kept, most), (kept_of_many, most_of_many) = (
-        traced(lambda engines=engines: plan_anew(*engines)) for engines in (few, many)
+        traced(partial(plan_anew, *engines)) for engines in (few, many)
     )
     return {
         "planning, 1,000,000 / 10,000 pages": ratio(seconds[1], seconds[0]),
@@ -178,7 +179,7 @@ def growth_with_layers_and_ranks(runs: int) -> dict[str, Any]:
         (paper_engine("decode", 8, layers=layers), paper_engine("prefill", tp, 4, layers=layers))
         for layers, tp in sizes
     ]
-    seconds = in_turn(runs, *(lambda pair=pair: plan_anew(*pair) for pair in engines))
+    seconds = in_turn(runs, *(partial(plan_anew, *pair) for pair in engines))
     pairs = np.array([layers * tp // 8 for layers, tp in sizes], float)
     medians = np.array([statistics.median(s) * 1e3 for s in seconds])
     slope, offset = np.polyfit(pairs, medians, 1)
@@ -197,9 +198,9 @@ def cost_of_a_further_engine(runs: int, count: int) -> dict[str, Any]:
     plan = plan_anew(ours, remotes[0])
     seconds = in_turn(
         runs,
-        lambda: plan_anew(ours, remotes[0]),
-        lambda: plan_for(ours, remotes[1]),
-        lambda: plan.bind(ours[0, 0], remotes[1]),
+        partial(plan_anew, ours, remotes[0]),
+        partial(plan_for, ours, remotes[1]),
+        partial(plan.bind, ours[0, 0], remotes[1]),
     )
 
     def meet(request: bool) -> list[EngineTransferPlan]:
@@ -215,10 +216,10 @@ def cost_of_a_further_engine(runs: int, count: int) -> dict[str, Any]:
     return {
         "second engine / first": ratio(seconds[1], seconds[0]),
         "bind / first": ratio(seconds[2], seconds[0]),
-        f"memory for each of {count} further engines, KiB": traced(lambda: meet(False))[0]
+        f"memory for each of {count} further engines, KiB": traced(partial(meet, False))[0]
         / count
         / 1024,
-        "the same, after their first requests, KiB": traced(lambda: meet(True))[0] / count / 1024,
+        "the same, after their first requests, KiB": traced(partial(meet, True))[0] / count / 1024,
     }
 
 

@@ -26,11 +26,12 @@ napoleon_numpy_docstring = False
 napoleon_use_ivar = True  # an attribute that also has a value would be described twice otherwise
 
 # Names of other projects are not looked up: the build must not depend on other sites being there.
-# Nor do type variables have a page, and what a plan is bound to is nobody's business.
+# Nor do type variables have a page, and what is private is nobody's business.
 nitpick_ignore_regex = [
     ("py:.*", r"(?!kvbridge).*"),
     ("py:class", r"kvbridge\..*\.\w+T"),
     ("py:class", r"kvbridge\.plan\.binding\..*"),
+    ("py:class", r"kvbridge\..*\._\w+"),
 ]
 
 

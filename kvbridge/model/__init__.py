@@ -1,6 +1,6 @@
 """Values: what an engine is made of and what its ranks hold."""
 
-from kvbridge.model.arrays import memory_region, view_of
+from kvbridge.model.arrays import ArrayView, memory_region, view_of
 from kvbridge.model.cache import (
     CacheComponent,
     CacheGroup,
@@ -22,6 +22,7 @@ from kvbridge.model.state import (
 from kvbridge.model.topology import EngineId, EngineTransferInfo, TransferTopology
 
 __all__ = [
+    "ArrayView",
     "CacheComponent",
     "CacheGroup",
     "EngineId",

@@ -4,11 +4,13 @@ from kvbridge.plan.generate import generate_engine_transfer_plan
 from kvbridge.plan.mapping import compute_tp_mapping
 from kvbridge.plan.plan import EngineTransferPlan
 from kvbridge.plan.rearrange import Rearrangement
+from kvbridge.plan.shares import TokenShare
 from kvbridge.plan.staged import StagedTransfer
 from kvbridge.plan.values import (
     BlockTable,
     Grid,
     Need,
+    Paging,
     PlanOptions,
     RankPlan,
     ReadSpec,
@@ -22,6 +24,7 @@ __all__ = [
     "EngineTransferPlan",
     "Grid",
     "Need",
+    "Paging",
     "PlanOptions",
     "RankPlan",
     "ReadSpec",
@@ -29,6 +32,7 @@ __all__ = [
     "RegionPlan",
     "StagedTransfer",
     "TPMapping",
+    "TokenShare",
     "TransferBatch",
     "compute_tp_mapping",
     "generate_engine_transfer_plan",

@@ -162,13 +162,13 @@ class Part:
     def pieces(self) -> Pieces:
         """Return the runs at every base address."""
         here, there, nbytes = self.runs
-        lengths = np.empty((self.local_base.size, nbytes.size), np.int64)
-        lengths[:] = nbytes
-        return (
-            (self.local_base[:, None] + here).ravel(),
-            (self.remote_base[:, None] + there).ravel(),
-            lengths.ravel(),
-        )
+        # One block of memory, not three: the allocator keeps it for the next request.
+        pieces = np.empty((3, self.local_base.size, nbytes.size), np.int64)
+        np.add(self.local_base[:, None], here, out=pieces[0])
+        np.add(self.remote_base[:, None], there, out=pieces[1])
+        pieces[2] = nbytes
+        local, remote, lengths = pieces.reshape(3, -1)
+        return local, remote, lengths
 
     def is_merged(self) -> bool:
         """Whether no two pieces touch.
@@ -177,12 +177,15 @@ class Part:
         touch the first run of the next.
         """
         here, there, nbytes = self.runs
-        steps = np.diff(self.local_base)
+        steps = self.local_base[1:] - self.local_base[:-1]
         reach = here[-1] + nbytes[-1] - here[0]
         if not self.runs_are_merged or (steps < reach).any():
             return False
-        touch = np.diff(self.remote_base) == there[-1] + nbytes[-1] - there[0]
-        return not (touch & (steps == reach)).any()
+        touch = steps == reach
+        if not touch.any():
+            return True
+        touch &= self.remote_base[1:] - self.remote_base[:-1] == there[-1] + nbytes[-1] - there[0]
+        return not touch.any()
 
 
 def merged(parts: list[Pieces], seams: Seams) -> Pieces:

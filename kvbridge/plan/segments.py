@@ -6,7 +6,7 @@ need no case of their own (reports B05, B07, B08, B09, B20).
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,21 @@ class Segments:
     def __len__(self) -> int:
         """Return the number of segments."""
         return int(self.tokens.size)
+
+    def in_order(self) -> "Segments":
+        """Return the segments in order of local pages.
+
+        Blocks that an allocator handed out backwards are neighbours too.
+        """
+        if not (self.local_page[1:] < self.local_page[:-1]).any():
+            return self
+        order = np.argsort(self.local_page, kind="stable")
+        inside = self.local_token.any() or self.remote_token.any()
+        if inside or not (self.tokens == self.tokens[0]).all():
+            return self.select(order)
+        # Whole pages, which differ in nothing else.
+        here, there = self.local_page[order], self.remote_page[order]
+        return replace(self, local_page=here, remote_page=there)
 
     def select(self, which: NDArray[Any]) -> "Segments":
         """Return some of the segments, by mask or index."""
@@ -121,23 +136,23 @@ class Side:
         first, last = share.before(start), share.before(end)
         ids = self._blocks(grid, table, (first - origin, last - origin), (start, end))
         cuts = _multiples(origin, grid.page_tokens, first, last)
-        if not packed and not share.is_whole:
-            cuts = np.union1d(cuts, _multiples(0, share.interleave, first, last))
-        position = cuts - origin
-        page_index = position // grid.page_tokens
-        token = position - page_index * grid.page_tokens
-        if grid.pages_per_block == 1:
-            block = page = ids[page_index]
+        if packed or share.is_whole:
+            # Cut at every page and nowhere else, so pages follow one another in the table.
+            skipped, inside = divmod(first - origin, grid.page_tokens)
+            pages = _pages_of(ids, grid.pages_per_block)[skipped : skipped + cuts.size]
+            token = np.zeros_like(cuts)
+            token[:1] = inside
         else:
-            block_index = page_index // grid.pages_per_block
-            block = ids[block_index]
-            page = page_index + (block - block_index) * grid.pages_per_block
+            cuts = np.union1d(cuts, _multiples(0, share.interleave, first, last))
+            page_index, token = np.divmod(cuts - origin, grid.page_tokens)
+            pages = _pages_of(ids, grid.pages_per_block)[page_index]
+        null = table.null_block_id
         return Runs(
             first=cuts if packed else share.tokens(cuts),
-            tokens=np.diff(cuts, append=last) if cuts.size else cuts,
-            page=page,
+            tokens=_steps(cuts, last),
+            page=pages,
             token=token,
-            is_null=None if table.null_block_id is None else block == table.null_block_id,
+            is_null=None if null is None else pages // grid.pages_per_block == null,
         )
 
     def state_block(self, grid: Grid) -> int | None:
@@ -197,15 +212,16 @@ class Side:
     def _check_ids(self, group: int, real: Int64Array) -> None:
         if not real.size:
             return
-        ordered = np.sort(real)
-        limit = self.blocks[group]
-        if ordered[0] < 0 or ordered[-1] >= limit:
-            bad = ordered[0] if ordered[0] < 0 else ordered[-1]
+        least, most, limit = real.min(), real.max(), self.blocks[group]
+        if least < 0 or most >= limit:
             raise BlockTableError(
-                f"{self.what(group)} lists block {bad}; blocks 0 to {limit - 1} exist; "
-                "pass the engine's own block ids"
+                f"{self.what(group)} lists block {least if least < 0 else most}; blocks 0 to "
+                f"{limit - 1} exist; pass the engine's own block ids"
             )
-        if self.is_destination and (ordered[1:] == ordered[:-1]).any():
+        if not self.is_destination:
+            return
+        ordered = np.sort(real)
+        if (ordered[1:] == ordered[:-1]).any():
             twice = ordered[1:][ordered[1:] == ordered[:-1]][0]
             raise BlockTableError(
                 f"{self.what(group)} lists block {twice} twice; a destination block can hold the "
@@ -259,10 +275,23 @@ def segments_between(
         segments = segments.select(~(null_here | null_there))
     if here.moves == "pages":
         segments = _whole(segments, here.cells)
-    if len(segments) > 1 and (segments.local_page[1:] < segments.local_page[:-1]).any():
-        # In order of pages, blocks that an allocator handed out backwards are neighbours too.
-        segments = segments.select(np.argsort(segments.local_page, kind="stable"))
-    return segments
+    return segments.in_order()
+
+
+def _pages_of(ids: Int64Array, pages_per_block: int) -> Int64Array:
+    """Return the pages of blocks, in the order of their tokens."""
+    if pages_per_block == 1:
+        return ids
+    pages: Int64Array = ids[:, None] * pages_per_block + np.arange(pages_per_block)
+    return pages.ravel()
+
+
+def _steps(cuts: Int64Array, last: int) -> Int64Array:
+    """Return how far it is from each cut to the next, and from the last one to the end."""
+    steps = np.empty_like(cuts)
+    np.subtract(cuts[1:], cuts[:-1], out=steps[:-1])
+    steps[-1:] = last - cuts[-1:]
+    return steps
 
 
 def _multiples(origin: int, step: int, first: int, last: int) -> Int64Array:
@@ -280,7 +309,11 @@ _Where = NDArray[np.intp] | slice
 
 def _intersection(ours: Runs, theirs: Runs) -> tuple[Segments, _Where, _Where]:
     """Return the common refinement of two cuttings, and which run of each side it comes from."""
-    if np.array_equal(ours.first, theirs.first) and np.array_equal(ours.tokens, theirs.tokens):
+    if (
+        ours.first.size == theirs.first.size
+        and (ours.first == theirs.first).all()
+        and (ours.tokens == theirs.tokens).all()
+    ):
         segments = Segments(ours.page, ours.token, theirs.page, theirs.token, ours.tokens)
         return segments, slice(None), slice(None)
     ends = ours.first + ours.tokens, theirs.first + theirs.tokens

@@ -16,6 +16,8 @@ Share = tuple[int, int]
 GroupKey = tuple[str, int]
 """Layers of one block table: their kind, and which of an engine's pagings."""
 
+Scales = Literal["", "apart", "inside"]
+
 DIRECTIONS: tuple[Direction, ...] = ("read", "write")
 NULL = 10_000_000
 
@@ -49,7 +51,8 @@ class Model:
         heads: KV heads of the layers that have any.
         content: Elements of K of one head and token.
         v_content: Elements of V; as many as of K by default.
-        scaled: Whether K and V of every head and token come with a scale, as a layer of its own.
+        scales: Whether K and V of every head and token come with a scale, and where: in a layer of
+            its own, or in the same pages.
         window: Tokens of a sliding window, and of a chunk.
         opaque_tokens: Tokens of a page whose inside is nobody's business.
         state_heads: Heads of state layers.
@@ -62,7 +65,7 @@ class Model:
     heads: int = 1
     content: int = 2
     v_content: int | None = None
-    scaled: bool = False
+    scales: Scales = ""
     window: int = 8
     opaque_tokens: int = 4
     state_heads: int = 4
@@ -100,6 +103,7 @@ class Layout:
         gap: Bytes between two allocations.
         one_region: Register everything at once instead of each allocation.
         tokens_first: In convolution states, the rows come before the channels.
+        rows_in_cells: Where they come after them, all rows of a channel are announced as one cell.
     """
 
     axes: str = "BKHNC"
@@ -109,6 +113,7 @@ class Layout:
     gap: int = 64
     one_region: bool = False
     tokens_first: bool = False
+    rows_in_cells: bool = False
 
 
 @dataclass(frozen=True)
@@ -227,6 +232,7 @@ def needed(
 # --- what hypothesis draws -----------------------------------------------------------------------
 
 BASES = (1 << 20, 0x7F12_3456_7000, (1 << 64) - (1 << 28))
+SCALES: tuple[Scales, ...] = ("", "", "apart", "inside")
 PLAIN_KINDS = ("attention", "attention", "mla")
 
 
@@ -241,7 +247,7 @@ def models(draw: st.DrawFn, *, plain: bool) -> Model:
         heads=draw(st.integers(1, 8)),
         content=draw(st.integers(1, 3)),
         v_content=draw(st.sampled_from([None, None, 1, 2])),
-        scaled=draw(st.sampled_from([False, False, True])),
+        scales=draw(st.sampled_from(SCALES)),
         window=draw(st.integers(1, 24)),
         opaque_tokens=draw(st.integers(1, 5)),
         state_heads=draw(st.integers(1, 8)),
@@ -268,7 +274,7 @@ def layouts(draw: st.DrawFn, model: Model) -> Layout:
     has_pair_axis = not apart and model.contents[0] == model.contents[1] and draw(st.booleans())
     axes = "".join(draw(st.permutations("BKHN" if has_pair_axis else "BHN")))
     in_rows = draw(st.booleans())
-    if in_rows:
+    if in_rows or model.scales == "inside":
         axes = "B" + axes.replace("B", "")
     return Layout(
         axes=axes + "C",
@@ -278,6 +284,7 @@ def layouts(draw: st.DrawFn, model: Model) -> Layout:
         gap=draw(st.sampled_from([0, 64])),
         one_region=draw(st.booleans()),
         tokens_first=draw(st.booleans()),
+        rows_in_cells=draw(st.booleans()),
     )
 
 

@@ -166,7 +166,7 @@ class RankMemory:
         else:
             content = k if "K" in layout.axes else k + v
             yield self._plot(layer, "KV", layout.axes, sizes | {"C": content})
-        if model.scaled:
+        if model.scales:
             yield self._plot(layer, "scale", layout.axes.replace("K", ""), sizes | {"C": 1})
 
     def _plot(
@@ -190,8 +190,8 @@ class RankMemory:
         """Give every tensor its offset; return offset and size of each allocation."""
         bundles: list[list[_Plot]] = []
         for layer, plots in self._tensors.items():
-            is_state = self._model.layers[layer] in CONV_PIECES
-            bundles += [plots] if is_state else [[plot] for plot in plots]
+            together = self._model.layers[layer] in CONV_PIECES or self._model.scales == "inside"
+            bundles += [plots] if together else [[plot] for plot in plots]
         if self._engine.layout.in_rows and bundles:
             bundles = [[plot for bundle in bundles for plot in bundle]]
         allocations, at = [], 0
@@ -259,32 +259,41 @@ class RankMemory:
             for plot in self._tensors[layer]
         }
         axes = {plot.what: plot.axes for plot in self._tensors[layer]}
-        kind = self._model.layers[layer]
+        kind, layout = self._model.layers[layer], self._engine.layout
         place: dict[str, Any] = {
             "layer": layer, "name": f"layers.{layer}", "group": self._keys.index(self._key(layer)),
         }  # fmt: skip
         heads: dict[str, Any] = {"unit_start": self.share[0], "unit_total": self._model.heads}
         if kind in CONV_PIECES:
             start, end = self._state_heads()
-            yield mamba_layer(
+            state = mamba_layer(
                 tensors["conv"],
                 tensors["ssm"],
                 **place,
                 conv_pieces=[StatePiece(p, a, b - a, n) for p, a, b, n in self._pieces(kind)],
                 ssm_piece=StatePiece("ssm", start, end - start, self._model.state_heads),
-                conv_order="tokens_first" if self._engine.layout.tokens_first else "channels_first",
+                conv_order="tokens_first" if layout.tokens_first else "channels_first",
             )
+            yield _rows_in_cells(state) if layout.rows_in_cells else state
         elif kind == "opaque":
             yield opaque_layer(tensors["opaque"], **place)
         elif kind == "mla":
             yield mla_layer(tensors["latent"], axes=axes["latent"], **place)
         else:
             pair = tensors.get("KV") or (tensors["K"], tensors["V"])
-            yield attention_layer(pair, axes=self._engine.layout.axes, **place, **heads)
-        if "scale" in tensors:
-            place["name"] += ".scale"
+            values = attention_layer(pair, axes=layout.axes, **place, **heads)
+            if "scale" not in tensors:
+                yield values
+                return
             scale = attention_layer(tensors["scale"], axes=axes["scale"], **place, **heads)
-            yield replace(scale, components=(replace(scale.components[0], name="scale"),))
+            offset = scale.base_address - values.base_address
+            cell = replace(scale.components[0], name="scale")
+            if self._model.scales == "inside":
+                cell = replace(cell, offset=offset)
+                yield replace(values, components=(*values.components, cell))
+            else:
+                yield values
+                yield replace(scale, name=f"{scale.name}.scale", components=(cell,))
 
     # what is in it
 
@@ -316,6 +325,17 @@ class RankMemory:
                 token = token[which]
                 names = _names(layer, part, units, named[which], view.shape[-1])
             view[page, :, token] = names if mark is None else mark
+
+
+def _rows_in_cells(state: LayerCache) -> LayerCache:
+    """Announce the rows of a channel as one cell, where they are neighbours."""
+    components = tuple(
+        replace(c, cell_bytes=c.cell_bytes * c.token_count, token_count=1)
+        if c.token_stride == c.cell_bytes
+        else c
+        for c in state.components
+    )
+    return replace(state, components=components)
 
 
 def _names(

@@ -379,6 +379,11 @@ TAMPERING: dict[str, tuple[Callable[[dict[str, Any]], object], type[Exception], 
         r"units \[2, 3\) must be written 0 times and would be written 1 times",
     ),
     "no heads": (lambda d: first_regions(d).update(units=[1, 1]), CoverageError, "written 0 times"),
+    "no heads beside": (
+        lambda d: d["sources"][0]["regions"].append({**first_regions(d), "units": [1, 1]}),
+        CoverageError,
+        r"has the empty range \[1, 1\)",
+    ),
     "no sources": (lambda d: d.update(sources=[]), CoverageError, "written 0 times"),
     "twice": (
         lambda d: d["sources"][0]["regions"].append(first_regions(d)),

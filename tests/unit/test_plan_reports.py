@@ -31,7 +31,12 @@ from kvbridge.model import (
     memory_region,
     transfer_infos,
 )
-from kvbridge.plan import BlockTable, EngineTransferPlan, generate_engine_transfer_plan
+from kvbridge.plan import (
+    BlockTable,
+    EngineTransferPlan,
+    generate,
+    generate_engine_transfer_plan,
+)
 from tests.property.engines import (
     DIRECTIONS,
     Case,
@@ -546,6 +551,7 @@ def paper(engine_id: str, tp: int, blocks: int) -> dict[Rank, RankCache]:
 def planned(blocks: int) -> tuple[EngineTransferPlan, int, int]:
     """Return a plan for engines of so many blocks, the memory it keeps, and the most it took."""
     ours, theirs = paper("here", 2, blocks), paper("there", 1, blocks)
+    generate._known_plans.clear()
     gc.collect()
     tracemalloc.start()
     try:
@@ -564,6 +570,21 @@ def test_b73_nothing_of_a_plan_grows_with_the_number_of_blocks() -> None:
     assert most_of_many < 1.1 * most
     assert few == many
     assert few.to_json() == many.to_json()
+
+
+def test_b73_engines_of_one_shape_share_one_plan() -> None:
+    ours, theirs = paper("here", 2, 10_000), paper("there", 4, 10_000)
+    rank = topology("here", tp_size=2, heads=8)
+    first = generate_engine_transfer_plan(rank, ours[0, 0], theirs, local_engine=ours)
+    others = dict(reversed(paper("elsewhere", 4, 20_000).items()))
+    tracemalloc.start()
+    try:
+        second = generate_engine_transfer_plan(rank, ours[0, 0], others, local_engine=ours)
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert second.sources is first.sources
+    assert kept < 64 * 1024
 
 
 def test_b73_the_handshake_does_not_grow_with_the_number_of_blocks() -> None:
