@@ -78,6 +78,21 @@ class CacheComponent:
         return self.unit_start + self.unit_count
 
     @property
+    def steps(self) -> tuple[Any, ...]:
+        """All of the component but its offset, which may depend on the number of pages."""
+        return (
+            self.name,
+            self.dtype,
+            self.cell_bytes,
+            self.unit_start,
+            self.unit_count,
+            self.unit_total,
+            self.unit_stride,
+            self.token_count,
+            self.token_stride,
+        )
+
+    @property
     def span(self) -> int:
         """Bytes from the first cell's first byte to one past the last cell's last."""
         return (
@@ -281,12 +296,18 @@ class RankCache(_HasGeometry):
 
     @property
     def geometry(self) -> Geometry:
-        """All of the cache but its addresses, its number of pages and whose it is."""
+        """All of the cache but where its pages lie, how many there are, and whose it is."""
         try:
             return self._geometry
         except AttributeError:
             layers = tuple(
-                (layer.layer, layer.name, layer.group, layer.page_stride, layer.components)
+                (
+                    layer.layer,
+                    layer.name,
+                    layer.group,
+                    layer.page_stride,
+                    tuple(component.steps for component in layer.components),
+                )
                 for layer in self.layers
             )
             tokens = (self.dcp_rank, self.dcp_size, self.dcp_interleave_tokens)

@@ -117,7 +117,7 @@ def pieces_of(
     count = 0
     for pages in whole:
         segments = segments_of(pages.local, pages.remote)
-        segments = segments.where(segments.tokens == pages.local.cells)
+        segments = segments.of_length(pages.local.cells)
         offsets = segments.offsets(pages.local, pages.remote)
         runs = merge_runs(*offsets, np.full(len(segments), pages.nbytes))
         parts.append(Part(pages.local_base, pages.remote_base, runs, True))
@@ -125,7 +125,7 @@ def pieces_of(
     for stream in partial:
         pattern = stream.pattern
         segments = segments_of(pattern.local, pattern.remote)
-        count += extend(parts, stream, segments.where(segments.tokens != pattern.local.cells))
+        count += extend(parts, stream, segments.of_length(pattern.local.cells, but=True))
     for stream in streams:
         segments = segments_of(stream.pattern.local, stream.pattern.remote)
         count += extend(parts, stream, segments)
@@ -202,6 +202,8 @@ def merged(parts: list[Pieces], seams: Seams) -> Pieces:
 
 def extend(parts: list[Part], stream: Stream, segments: Segments) -> int:
     """Add a stream's pieces; return their number before merging."""
+    if not len(segments):
+        return 0
     pattern = stream.pattern
     if pattern.row_bytes:
         offsets = segments.offsets(pattern.local, pattern.remote)
@@ -211,7 +213,7 @@ def extend(parts: list[Part], stream: Stream, segments: Segments) -> int:
     count = 0
     for tokens in np.unique(segments.tokens):
         # Few values occur: whole pages, the two ends, and the steps between unequal page sizes.
-        same = segments.where(segments.tokens == tokens)
+        same = segments.of_length(int(tokens))
         runs = _runs(pattern, same, int(tokens))
         parts.append(Part(stream.local_base, stream.remote_base, runs, False))
         count += stream.local_base.size * runs[0].size

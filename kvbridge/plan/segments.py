@@ -29,6 +29,7 @@ class Segments:
         remote_page: Page there.
         remote_token: First token within that page.
         tokens: Number of tokens; for pages and state, that move whole, all their cells.
+        all_whole: Whether every segment is known to be a whole page on both sides.
     """
 
     local_page: Int64Array
@@ -36,6 +37,7 @@ class Segments:
     remote_page: Int64Array
     remote_token: Int64Array
     tokens: Int64Array
+    all_whole: bool = False
 
     def __len__(self) -> int:
         """Return the number of segments."""
@@ -49,26 +51,27 @@ class Segments:
         if not (self.local_page[1:] < self.local_page[:-1]).any():
             return self
         order = np.argsort(self.local_page, kind="stable")
-        inside = self.local_token.any() or self.remote_token.any()
-        if inside or not (self.tokens == self.tokens[0]).all():
+        if not self.all_whole:
             return self.select(order)
-        # Whole pages, which differ in nothing else.
         here, there = self.local_page[order], self.remote_page[order]
         return replace(self, local_page=here, remote_page=there)
 
-    def select(self, which: NDArray[Any]) -> "Segments":
-        """Return some of the segments, by mask or index."""
+    def select(self, which: NDArray[Any] | slice) -> "Segments":
+        """Return some of the segments, by mask, index or slice."""
         return Segments(
             self.local_page[which],
             self.local_token[which],
             self.remote_page[which],
             self.remote_token[which],
             self.tokens[which],
+            self.all_whole,
         )
 
-    def where(self, mask: NDArray[np.bool_]) -> "Segments":
-        """Return the segments that a mask chooses; mostly that is all of them."""
-        return self if mask.all() else self.select(mask)
+    def of_length(self, tokens: int, *, but: bool = False) -> "Segments":
+        """Return the segments of a length, or all but those; mostly that is all or none."""
+        if self.all_whole and self.tokens.size and self.tokens[0] == tokens:
+            return self.select(slice(0, 0)) if but else self
+        return self.select((self.tokens == tokens) ^ but)
 
     def offsets(self, local: Grid, remote: Grid) -> tuple[Int64Array, Int64Array]:
         """Return where the segments start, in bytes from page 0, here and there."""
@@ -90,6 +93,7 @@ class Runs:
         page: Page that holds them.
         token: Place of the first one within that page.
         is_null: Which runs lie in blocks that hold nothing; None if there are no such blocks.
+        page_tokens: Tokens of a page if every run is known to be a whole one, else 0.
     """
 
     first: Int64Array
@@ -97,6 +101,7 @@ class Runs:
     page: Int64Array
     token: Int64Array
     is_null: NDArray[np.bool_] | None
+    page_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,10 +147,12 @@ class Side:
             pages = _pages_of(ids, grid.pages_per_block)[skipped : skipped + cuts.size]
             token = np.zeros_like(cuts)
             token[:1] = inside
+            are_whole = not inside and not (last - first) % grid.page_tokens
         else:
             cuts = np.union1d(cuts, _multiples(0, share.interleave, first, last))
             page_index, token = np.divmod(cuts - origin, grid.page_tokens)
             pages = _pages_of(ids, grid.pages_per_block)[page_index]
+            are_whole = False
         null = table.null_block_id
         return Runs(
             first=cuts if packed else share.tokens(cuts),
@@ -153,6 +160,7 @@ class Side:
             page=pages,
             token=token,
             is_null=None if null is None else pages // grid.pages_per_block == null,
+            page_tokens=grid.page_tokens if are_whole else 0,
         )
 
     def state_block(self, grid: Grid) -> int | None:
@@ -309,6 +317,9 @@ _Where = NDArray[np.intp] | slice
 
 def _intersection(ours: Runs, theirs: Runs) -> tuple[Segments, _Where, _Where]:
     """Return the common refinement of two cuttings, and which run of each side it comes from."""
+    if ours.page_tokens and ours.page_tokens == theirs.page_tokens:
+        pages = Segments(ours.page, ours.token, theirs.page, theirs.token, ours.tokens, True)
+        return pages, slice(None), slice(None)
     if (
         ours.first.size == theirs.first.size
         and (ours.first == theirs.first).all()

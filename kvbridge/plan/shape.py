@@ -1,8 +1,8 @@
 """What a plan knows of two engines' caches besides addresses: shared by all engines of one shape.
 
 Regions that step through memory alike form a *pattern*. Where each region lies is kept as the
-layer that it belongs to and an offset from that layer's base, so binding another engine of the
-same shape takes its layers' base addresses and nothing else.
+component that it belongs to and an offset from that component's first cell, so binding another
+engine of the same shape takes its components' addresses and nothing else.
 """
 
 from collections import defaultdict
@@ -52,23 +52,26 @@ class Pattern:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placement:
-    """Where the regions of one source lie in a rank's layers.
+    """Where the regions of one source lie in a rank's components.
 
     Shape: both [R], R regions in the order of the source.
 
     Attributes:
-        layer: Index of each region's layer within the rank.
-        offset: Bytes from that layer's base to the region's first cell on page 0.
+        component: Index of each region's component among those of all layers of the rank.
+        offset: Bytes from that component's first cell on page 0 to the region's.
     """
 
-    layer: IndexArray
+    component: IndexArray
     offset: Int64Array
 
     def bases(self, cache: RankCache) -> Int64Array:
         """Return the address of each region's first cell on page 0, as int64 bit patterns."""
         # Sums with offsets wrap to the right uint64.
-        base = np.array([layer.base_address for layer in cache.layers], np.uint64)
-        return base.view(np.int64)[self.layer] + self.offset
+        base = np.array(
+            [layer.base_address + c.offset for layer in cache.layers for c in layer.components],
+            np.uint64,
+        )
+        return base.view(np.int64)[self.component] + self.offset
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -159,14 +162,16 @@ class _Places:
 
     def __init__(self, cache: RankCache) -> None:
         self._cache = cache
-        self._index = {layer.key: i for i, layer in enumerate(cache.layers)}
-        self._layers: list[int] = []
+        self._layers = {layer.key: layer for layer in cache.layers}
+        held = ((layer.key, c) for layer in cache.layers for c in layer.components)
+        self._index = {(key, c.name): (i, c.offset) for i, (key, c) in enumerate(held)}
+        self._components: list[int] = []
         self._offsets: list[int] = []
 
     def layer(self, key: LayerKey) -> LayerCache:
-        if key not in self._index:
+        if key not in self._layers:
             raise PlanError(f"{self._cache.where} does not hold layer {key} of the plan")
-        return self._cache.layers[self._index[key]]
+        return self._layers[key]
 
     def add(self, region: RegionPlan, component: CacheComponent, planned: Grid) -> None:
         layer = self.layer(region.key)
@@ -183,8 +188,10 @@ class _Places:
                 f"holds [{component.unit_start}, {component.unit_end})"
             )
         first_unit = (region.unit_start - component.unit_start) * component.unit_stride
-        self._layers.append(self._index[region.key])
-        self._offsets.append(component.offset + first_unit)
+        whole = (region.key, component.name)
+        index, offset = self._index[whole if whole in self._index else (region.key, "kv")]
+        self._components.append(index)
+        self._offsets.append(component.offset - offset + first_unit)
 
     def placement(self) -> Placement:
-        return Placement(np.array(self._layers, np.intp), np.array(self._offsets, np.int64))
+        return Placement(np.array(self._components, np.intp), np.array(self._offsets, np.int64))

@@ -524,14 +524,14 @@ def topology(engine_id: str, *, tp_size: int = 1, heads: int = 1) -> TransferTop
 # --- K: cost -------------------------------------------------------------------------------------
 
 
-def paper(engine_id: str, tp: int, blocks: int) -> dict[Rank, RankCache]:
+def paper(engine_id: str, tp: int, blocks: int, base: int = 1 << 40) -> dict[Rank, RankCache]:
     """An engine of 64 layers, K and V apart, whose memory nobody has."""
     heads, page = 8 // tp, (8 // tp) * 16 * 64 * 4
     strides = (page, page // heads, 64 * 4, 4)
     caches = {}
     for rank in range(tp):
         tensors = [
-            FakeTensor((1 << 40) + i * blocks * page, (blocks, heads, 16, 64), strides)
+            FakeTensor(base + i * blocks * page, (blocks, heads, 16, 64), strides)
             for i in range(128)
         ]
         layers = (
@@ -543,7 +543,7 @@ def paper(engine_id: str, tp: int, blocks: int) -> dict[Rank, RankCache]:
         )  # fmt: skip
         caches[0, rank] = RankCache(
             engine_id, 0, rank, tuple(layers), (CacheGroup("attention", 16),),
-            (Region(1 << 40, 128 * blocks * page),),
+            (Region(base, 128 * blocks * page),),
         )  # fmt: skip
     return caches
 
@@ -576,7 +576,7 @@ def test_b73_engines_of_one_shape_share_one_plan() -> None:
     ours, theirs = paper("here", 2, 10_000), paper("there", 4, 10_000)
     rank = topology("here", tp_size=2, heads=8)
     first = generate_engine_transfer_plan(rank, ours[0, 0], theirs, local_engine=ours)
-    others = dict(reversed(paper("elsewhere", 4, 20_000).items()))
+    others = dict(reversed(paper("elsewhere", 4, 10_000, 1 << 41).items()))
     tracemalloc.start()
     try:
         second = generate_engine_transfer_plan(rank, ours[0, 0], others, local_engine=ours)
