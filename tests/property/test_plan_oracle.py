@@ -30,11 +30,11 @@ from tests.property.oracle import World
 
 # One part is the quick tier. A test may not run for more than 90 seconds, so more of them are
 # more parts, each of which draws for itself.
-PARTS = [0, *(pytest.param(part, marks=pytest.mark.full) for part in range(1, 20))]
+PARTS = [0, *(pytest.param(part, marks=pytest.mark.full) for part in range(1, 30))]
 in_parts = pytest.mark.parametrize("part", PARTS)
 pytestmark = pytest.mark.timeout(85)
-many = settings(max_examples=300)
-some = settings(max_examples=60)
+many = settings(max_examples=200)
+some = settings(max_examples=40)
 
 
 @in_parts

@@ -27,8 +27,11 @@ TESTS = (
     "tests/unit/test_golden_plans.py",
     "tests/unit/test_plan_reports.py",
     "tests/unit/test_plan_errors.py",
+    "tests/unit/test_plan_kinds.py",
     "tests/unit/test_topology.py",
+    "tests/unit/test_rearrange.py",
     "tests/property/test_plan_oracle.py",
+    "tests/property/test_staged_oracle.py",
 )
 PATIENCE_S = 120
 

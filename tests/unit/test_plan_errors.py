@@ -22,6 +22,7 @@ from kvbridge.plan import (
     PlanOptions,
     generate_engine_transfer_plan,
 )
+from kvbridge.plan import generate as generate_module
 from tests.property.engines import Engine, Layout, Model, Paging, even_shares
 from tests.property.oracle import Fleet
 
@@ -242,6 +243,13 @@ def test_groups_must_be_of_one_kind() -> None:
     }
     with pytest.raises(PlanError, match=r"\('attention', None\) here and \('mla', None\) there"):
         generate(remotes=remotes)
+
+
+def test_every_plan_is_checked_before_it_is_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    generate_module._known_plans.clear()
+    monkeypatch.setattr(generate_module, "_sources", lambda *_: ())
+    with pytest.raises(CoverageError, match="layer 0 'layers.0', .* would be written 0 times"):
+        generate()
 
 
 # --- block tables --------------------------------------------------------------------------------
