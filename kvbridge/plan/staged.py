@@ -19,7 +19,7 @@ from kvbridge.plan.pieces import Pieces
 from kvbridge.plan.rearrange import Rearrangement
 from kvbridge.plan.values import BlockTable, Int64Array, TransferBatch
 
-NO_SEAMS = (np.empty(0, np.int64), np.empty(0, np.int64))
+NO_SEAMS = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,10 +57,14 @@ def lower_staged_plan(
         reads = merged([direct, *staged.reads], rank.seams)
         batch = batch_of(rank, reads, count + sum(read[0].size for read in staged.reads))
         batches += [batch] if batch.nbytes.size else []
-        scattered += staged.scatter
+        scattered.append(merged(staged.scatter, (rank.seams[0], NO_SEAMS)))
         used += staged.nbytes
-    cache, staging, nbytes = (array.view(np.uint64) for array in merged(scattered, NO_SEAMS))
-    return StagedTransfer(batches, Rearrangement(staging, cache, nbytes), used)
+    if not scattered:
+        return StagedTransfer(batches, Rearrangement.nothing(), used)
+    cache, staging, nbytes = map(np.concatenate, zip(*scattered, strict=True))
+    return StagedTransfer(
+        batches, Rearrangement(*(a.view(np.uint64) for a in (staging, cache, nbytes))), used
+    )
 
 
 def _is_scattered(stream: Stream) -> bool:

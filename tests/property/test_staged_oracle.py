@@ -124,3 +124,12 @@ def test_a_plan_that_writes_has_no_staged_form() -> None:
     assert world.plan((0, 0)).strategy == "direct"
     with pytest.raises(UnsupportedLayoutError, match="no staged form"):
         lower_staged(world, world.plan((0, 0)), 0)
+
+
+def test_what_is_rearranged_does_not_reach_over_the_seam_of_two_regions() -> None:
+    """K and V in tensors of their own may touch, and yet be buffers of their own."""
+    producer = Engine(((0, 2),), (2,), (Paging(2),), Layout("BNHC", apart=True, gap=0), blocks=1)
+    consumer = replace(producer, layout=Layout("BHNC", apart=True, gap=0))
+    tables = Tables({("attention", 0): BlockTable([0])})
+    model = Model(("attention", "attention"), heads=2)
+    move_staged(World(Case(model, producer, consumer, tables, tables, 0, 2)), (0, 0))

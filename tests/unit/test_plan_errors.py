@@ -248,7 +248,7 @@ def test_groups_must_be_of_one_kind() -> None:
 def test_every_plan_is_checked_before_it_is_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
     generate_module._known_plans.clear()
     monkeypatch.setattr(generate_module, "_sources", lambda *_: ())
-    with pytest.raises(CoverageError, match="layer 0 'layers.0', .* would be written 0 times"):
+    with pytest.raises(CoverageError, match=r"layer 0 'layers.0', .* would be written 0 times"):
         generate()
 
 
