@@ -11,13 +11,14 @@ DEBIAN_PACKAGES :=
 
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
+MUTANTS_ARGS ?=
 
 # Stamps live inside the environment, so removing it removes them.
 CORE := $(VENV)/.installed-core
 ALL := $(VENV)/.installed-all
 
 .DELETE_ON_ERROR:
-.PHONY: demo test test-full soak lint types docs wheel-check bench clean debian-packages
+.PHONY: demo test test-full soak mutants lint types docs wheel-check bench clean debian-packages
 
 demo: $(CORE)
 	$(BIN)/kvbridge demo $(DEMO_ARGS)
@@ -32,6 +33,10 @@ test-full: $(ALL) debian-packages
 soak: $(ALL) debian-packages
 	@$(BIN)/pytest -m soak $(PYTEST_ARGS); status=$$?; \
 	if [ $$status -eq 5 ]; then echo "no soak tests exist yet"; exit 0; fi; exit $$status
+
+# Changes the planner in small ways and lists what no test notices; takes some twenty minutes.
+mutants: $(ALL)
+	$(BIN)/python -m tests.tools.mutate_plan $(MUTANTS_ARGS)
 
 lint: $(ALL)
 	$(BIN)/ruff check

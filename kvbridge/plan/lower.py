@@ -60,13 +60,19 @@ def segments_for(
     for side in (local, remote):
         check_table_count(side.name, side.tables, side.blocks)
     known: dict[tuple[object, object], Segments] = {}
+    same_grids: dict[tuple[int, int], Segments] = {}
 
     def segments_of(here: Grid, there: Grid) -> Segments:
-        key = (here.paging, there.paging)
-        if key not in known:
-            first = first_token_needed(binding.groups[here.group], start, end)
-            known[key] = segments_between(local, remote, here, there, first, end)
-        return known[key]
+        grids = (id(here), id(there))  # mostly the very grids of the last look-up
+        if grids not in same_grids:
+            pagings = (here.paging, there.paging)
+            if pagings not in known:
+                first = first_token_needed(binding.groups[here.group], start, end)
+                if here.moves == "pages":  # a window may begin within one, which then moves whole
+                    first = max(start, local.page_start(here, first, end))
+                known[pagings] = segments_between(local, remote, here, there, first, end)
+            same_grids[grids] = known[pagings]
+        return same_grids[grids]
 
     return segments_of
 

@@ -6,7 +6,7 @@ need no case of their own (reports B05, B07, B08, B09, B20).
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -50,11 +50,11 @@ class Segments:
         """
         if not (self.local_page[1:] < self.local_page[:-1]).any():
             return self
-        order = np.argsort(self.local_page, kind="stable")
         if not self.all_whole:
-            return self.select(order)
-        here, there = self.local_page[order], self.remote_page[order]
-        return replace(self, local_page=here, remote_page=there)
+            return self.select(np.argsort(self.local_page, kind="stable"))
+        order = np.argsort(self.local_page)  # whole pages are pieces in whatever order
+        pages = self.local_page[order], self.remote_page[order]
+        return Segments(pages[0], self.local_token, pages[1], self.remote_token, self.tokens, True)
 
     def select(self, which: NDArray[Any] | slice) -> "Segments":
         """Return some of the segments, by mask, index or slice."""
@@ -75,10 +75,11 @@ class Segments:
 
     def offsets(self, local: Grid, remote: Grid) -> tuple[Int64Array, Int64Array]:
         """Return where the segments start, in bytes from page 0, here and there."""
-        return (
-            self.local_page * local.page_stride + self.local_token * local.token_stride,
-            self.remote_page * remote.page_stride + self.remote_token * remote.token_stride,
-        )
+        here, there = self.local_page * local.page_stride, self.remote_page * remote.page_stride
+        if not self.all_whole:
+            here += self.local_token * local.token_stride
+            there += self.remote_token * remote.token_stride
+        return here, there
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -162,6 +163,15 @@ class Side:
             is_null=None if null is None else pages // grid.pages_per_block == null,
             page_tokens=grid.page_tokens if are_whole else 0,
         )
+
+    def page_start(self, grid: Grid, start: int, end: int) -> int:
+        """Return the first token of the page that holds the first of ``[start, end)``, if any."""
+        share = grid.share
+        if share.before(start) == share.before(end):
+            return start
+        origin = share.before(self.tables[grid.group].start_token)
+        within = (share.before(start) - origin) % grid.page_tokens
+        return int(share.tokens(np.array(share.before(start) - within)))
 
     def state_block(self, grid: Grid) -> int | None:
         """Return the block that a state group's table lists, if any.

@@ -28,12 +28,14 @@ GROUP_KINDS = {
     "chunked": "chunked",
     "mla": "mla",
     "opaque": "attention",
+    "opaque_window": "sliding_window",
     "mamba1": "state",
     "mamba2": "state",
     "gdn": "state",
 }
 """Kinds of layers, and the kind of the cache group that each is in."""
 
+OPAQUE_KINDS = ("opaque", "opaque_window")
 CONV_PIECES = {"mamba1": "x", "mamba2": "xbc", "gdn": "qkv"}
 PIECE_WIDTHS = {"x": 2, "b": 1, "c": 1, "q": 3, "k": 3, "v": 2}
 """Channels of one head (x, v) or of one group (the others)."""
@@ -72,6 +74,10 @@ class Model:
     state_groups: int = 1
     conv_rows: int = 3
     state_pages: int = 1
+
+    @property
+    def has_opaque_pages(self) -> bool:
+        return not set(OPAQUE_KINDS).isdisjoint(self.layers)
 
     @property
     def contents(self) -> tuple[int, int]:
@@ -188,7 +194,7 @@ def group_keys(model: Model, engine: Engine) -> list[GroupKey]:
 def paging_of(model: Model, engine: Engine, key: GroupKey) -> Paging:
     kind, index = key
     paging = engine.pagings[index]
-    if kind == "opaque":
+    if kind in OPAQUE_KINDS:
         return replace(paging, page_tokens=model.opaque_tokens)
     if GROUP_KINDS[kind] == "state":
         return replace(paging, pages_per_block=model.state_pages)
@@ -222,9 +228,9 @@ def needed(
 ) -> NDArray[np.bool_]:
     """Return which tokens must move: those asked for that what comes next can still see."""
     mask = (start <= tokens) & (tokens < end)
-    if kind == "sliding_window":
+    if GROUP_KINDS[kind] == "sliding_window":
         mask &= tokens >= end - model.window
-    if kind == "chunked":
+    if GROUP_KINDS[kind] == "chunked":
         mask &= tokens // model.window == (end - 1) // model.window
     return mask
 
@@ -295,7 +301,7 @@ TokenSplit = tuple[int, int]
 @st.composite
 def token_splits(draw: st.DrawFn, model: Model) -> TokenSplit:
     size = draw(st.sampled_from([1, 1, 1, 2, 3, 4]))
-    if "opaque" in model.layers:  # ranges of such pages begin where all shares begin anew
+    if model.has_opaque_pages:  # ranges of such pages begin where all shares begin anew
         return min(size, 2), draw(st.integers(1, 2))
     return size, draw(st.integers(1, 8))
 
@@ -336,10 +342,12 @@ def tables_for(
             continue
         tokens = np.arange(start, end)
         earliest = tokens[needed(model, key[0], tokens, start, end)].min(initial=end)
-        step = engine.dcp * engine.interleave * model.opaque_tokens if key[0] == "opaque" else 1
-        firsts[key] = step * draw(st.integers(0, min(start, int(earliest)) // step))
-        if key[0] in ("sliding_window", "chunked"):
-            firsts[key] = draw(st.integers(0, int(earliest)))
+        step = 1
+        if key[0] in OPAQUE_KINDS:
+            step = engine.dcp * engine.interleave * model.opaque_tokens
+        is_window = GROUP_KINDS[key[0]] in ("sliding_window", "chunked")
+        latest = int(earliest) if is_window else start
+        firsts[key] = step * draw(st.integers(0, latest // step))
         block_tokens = paging_of(model, engine, key).block_tokens
         entries, used[key] = 0, set()
         for rank in range(engine.dcp):
@@ -385,7 +393,7 @@ def cases(draw: st.DrawFn, *, plain: bool = False) -> Case:
     """Any case; a plain one has tokens only, all of which matter and none of which are shared."""
     model = draw(models(plain=plain))
     splits = [(1, 1)] * 2 if plain else [draw(token_splits(model)), draw(token_splits(model))]
-    if "opaque" in model.layers:
+    if model.has_opaque_pages:
         splits[1] = splits[0]
         period = splits[0][0] * splits[0][1] * model.opaque_tokens
         start = draw(st.sampled_from([0, period]))

@@ -35,6 +35,7 @@ from kvbridge.plan import (
 from tests.property.engines import (
     CONV_PIECES,
     GROUP_KINDS,
+    OPAQUE_KINDS,
     Case,
     Engine,
     GroupKey,
@@ -150,7 +151,7 @@ class RankMemory:
             start, end = self._state_heads()
             yield self._plot(layer, "ssm", "BHC", {"H": end - start, "C": model.content})
             return
-        if kind == "opaque":
+        if kind in OPAQUE_KINDS:
             yield self._plot(layer, "opaque", "BC", {"C": 5})
             return
         k, v = model.contents
@@ -275,7 +276,7 @@ class RankMemory:
                 conv_order="tokens_first" if layout.tokens_first else "channels_first",
             )
             yield _rows_in_cells(state) if layout.rows_in_cells else state
-        elif kind == "opaque":
+        elif kind in OPAQUE_KINDS:
             yield opaque_layer(tensors["opaque"], **place)
         elif kind == "mla":
             yield mla_layer(tensors["latent"], axes=axes["latent"], **place)

@@ -369,6 +369,10 @@ def first_regions(document: dict[str, Any]) -> dict[str, Any]:
 TAMPERING: dict[str, tuple[Callable[[dict[str, Any]], object], type[Exception], str]] = {
     "version": (lambda d: d.update(version=2), PlanError, "version 2, this code reads 1"),
     "new field": (lambda d: d.update(surprise=1), PlanError, "surprise"),
+    "new field of a source": (lambda d: d["sources"][0].update(a=1), PlanError, "field `a`"),
+    "new field of regions": (lambda d: first_regions(d).update(b=1), PlanError, "field `b`"),
+    "new field of needs": (lambda d: d["needs"][0].update(c=1), PlanError, "field `c`"),
+    "new field of readers": (lambda d: d["readers"][0].update(d=1), PlanError, "field `d`"),
     "direction": (lambda d: d.update(direction="push"), PlanError, "push"),
     "no grids": (lambda d: d.update(grids=[]), PlanError, "no transfer plan"),
     "grid beyond": (lambda d: first_regions(d).update(local=99), PlanError, "no transfer plan"),

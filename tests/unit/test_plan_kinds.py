@@ -12,7 +12,12 @@ import pytest
 
 from kvbridge.errors import BlockTableError, CoverageError, PlanError, UnsupportedLayoutError
 from kvbridge.model import CacheComponent, LayerCache, Rank, RankCache
-from kvbridge.plan import BlockTable, EngineTransferPlan, generate_engine_transfer_plan
+from kvbridge.plan import (
+    BlockTable,
+    EngineTransferPlan,
+    compute_tp_mapping,
+    generate_engine_transfer_plan,
+)
 from tests.property.engines import DIRECTIONS, Direction, Engine, Model, Paging
 from tests.property.oracle import Fleet
 
@@ -178,6 +183,16 @@ def test_opaque_pages_move_whole() -> None:
     assert "for a page" in plan(OPAQUE).explain()
 
 
+@pytest.mark.parametrize(("end", "pages"), [(12, 2), (13, 3), (15, 3), (16, 2), (3, 1)])
+def test_an_opaque_page_that_a_window_begins_in_moves_whole(end: int, pages: int) -> None:
+    table = [BlockTable(range(6))]
+    made = plan(Model(("opaque_window",), window=8))
+    (batch,) = made.lower(table, table, end_token=end)
+    assert batch.total_nbytes == pages * 5 * 4
+    with pytest.raises(BlockTableError, match=r"pages of 4 tokens move whole.* token 2 of one"):
+        made.lower(table, table, start_token=6, end_token=13)
+
+
 @pytest.mark.parametrize(("local", "remote", "start"), [(0, 0, 3), (1, 0, 4), (0, 1, 4)])
 def test_opaque_pages_are_not_cut(local: int, remote: int, start: int) -> None:
     tables = [[BlockTable(range(6), start_token=first)] for first in (local, remote)]
@@ -232,6 +247,12 @@ def test_ranks_without_common_tokens_exchange_nothing() -> None:
     made = plan(LATENT, TWO_SHARES, replace(TWO_SHARES, interleave=2))
     assert [source.rank for source in made.sources] == [(0, 0), (0, 1)]
     assert made.readers == {(0, 0): 2, (0, 1): 2}
+
+
+def test_the_fields_formula_knows_ranks_that_share_out_tokens() -> None:
+    ours = Fleet(LATENT, WHOLE, "decode").topology((0, 0))
+    assert compute_tp_mapping(ours, 2, ["mla"]).all_source_ranks == (0,)
+    assert compute_tp_mapping(ours, 2, ["mla"], remote_dcp_size=2).all_source_ranks == (0, 1)
 
 
 def test_one_engine_shares_out_tokens_in_one_way() -> None:

@@ -576,7 +576,7 @@ def test_b73_engines_of_one_shape_share_one_plan() -> None:
     ours, theirs = paper("here", 2, 10_000), paper("there", 4, 10_000)
     rank = topology("here", tp_size=2, heads=8)
     first = generate_engine_transfer_plan(rank, ours[0, 0], theirs, local_engine=ours)
-    others = dict(reversed(paper("elsewhere", 4, 10_000, 1 << 41).items()))
+    others = dict(reversed(paper("elsewhere", 4, 20_000, 1 << 41).items()))
     tracemalloc.start()
     try:
         second = generate_engine_transfer_plan(rank, ours[0, 0], others, local_engine=ours)
@@ -765,6 +765,39 @@ def test_a_state_is_registered_whole() -> None:
         replace(
             whole, layers=whole.layers[1:], regions=(memory_region(pool.data.ravel()[: -16 + 9]),)
         )
+
+
+@pytest.mark.parametrize(
+    ("axes", "tokens", "end", "count", "merged"),
+    [
+        ("BNHC", 4, 8, 2, 1),  # two whole pages, neighbours
+        ("BNHC", 4, 6, 2, 1),  # and a part of one
+        ("BHNC", 4, 8, 2 * 2 * 4, 15),  # pages x heads x tokens; the corners of pages touch
+        ("BHNC", 4, 6, 2 * (4 + 2), 11),
+        ("BHNC", 1, 2, 2, 1),  # of a single token both orders are one
+    ],
+)
+def test_a_batch_knows_how_many_pieces_it_was(
+    axes: str, tokens: int, end: int, count: int, merged: int
+) -> None:
+    here = world(
+        engine(2, tokens=tokens),
+        engine(2, tokens=tokens, axes=axes),
+        heads=2,
+        source=BlockTable([0, 1]),
+        destination=BlockTable([0, 1]),
+        end=end,
+    )
+    (batch,) = here.lower(here.plan((0, 0)))
+    assert (batch.piece_count, batch.nbytes.size) == (count, merged)
+
+
+def test_a_plan_says_who_is_told_and_how_often() -> None:
+    here = world(engine(4, 8), engine(4, 2), heads=4)
+    words = here.plan((0, 0)).explain()
+    assert "tells without bytes: [(0, 1), (0, 3)]" in words
+    assert "our engine reports to: (0, 0) by 1, (0, 1) by 1, (0, 2) by 1" in words
+    assert "tells" not in world(engine(), engine()).plan((0, 0)).explain()
 
 
 def test_calls_that_name_no_pp_rank_mean_the_first_stage() -> None:
