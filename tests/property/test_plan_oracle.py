@@ -146,8 +146,9 @@ def test_all_our_ranks_agree_on_who_reports_to_whom(part: int, case: Case) -> No
         tellers = [rank for rank, plan in plans.items() if remote in plan.notify_only]
         assert len(tellers) == (0 if readers else 1)
         assert {plan.readers[remote] for plan in plans.values()} == {len(readers) + len(tellers)}
-    for plan in plans.values():
+    for rank, plan in plans.items():
         assert set(plan.readers) == set(world.theirs.ranks)
+        assert carried[rank] == sorted(carried[rank])
 
 
 @in_parts
