@@ -32,6 +32,7 @@ from kvbridge.model import (
 from kvbridge.plan import (
     BlockTable,
     EngineTransferPlan,
+    generate,
     generate_engine_transfer_plan,
 )
 from kvbridge.transport import Descriptors, Peer, State, Transport, open_transport
@@ -42,6 +43,7 @@ HEAD_SIZE = 128
 PATIENCE_S = 60.0
 RATIOS = (
     ("planning", "transfer"),
+    ("planning for another engine of this shape", "transfer"),
     ("lowering", "transfer"),
     ("submitting", "transfer"),
     ("lowering", "bare numpy"),
@@ -189,8 +191,10 @@ def measure(
     samples = []
     for _ in range(runs + 2):
         seconds: dict[str, float] = {}
-        with timing(seconds, "planning"):
-            plan_for(ours, caches[4])
+        generate._known_plans.clear()  # noqa: SLF001
+        for name in ("planning", "planning for another engine of this shape"):
+            with timing(seconds, name):
+                plan_for(ours, caches[4])
         with timing(seconds, "lowering"):
             (batch,) = plan.lower(tables[:1], tables[1:], end_token=end)
         with timing(seconds, "bare numpy"):
