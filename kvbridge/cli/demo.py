@@ -159,7 +159,7 @@ def _table(report: DemoReport) -> Table:
         for i, source in enumerate(pulled.sources):
             row = [f"{source.nbytes:,}", f"{source.copies:,}", f"{source.merged:,}"]
             if i == 0:
-                row += [f"{pulled.seconds * 1e3:.2f}", f"{nbytes / pulled.seconds / 1e9:.2f}"]
+                row += [f"{pulled.seconds * 1e3:.2f}", f"{nbytes / pulled.seconds / 1e9:.3g}"]
             table.add_row(_rank(rank) if i == 0 else "", _rank(source.rank), *row)
         if not pulled.sources:
             table.add_row(_rank(rank), "nobody: nothing to move", "0", "0", "0")

@@ -29,6 +29,7 @@ from kvbridge.plan import (
     TransferBatch,
     generate_engine_transfer_plan,
 )
+from kvbridge.plan.cost import copies_of
 from kvbridge.plan.values import Direction
 
 
@@ -151,7 +152,7 @@ class _Counting:
             kind=group.kind,
             layers=tuple(sorted({r.layer for r in regions})),
             units=tuple(Units(*held, self._total(index, held[0])) for held in units),
-            form="state" if group.kind == "state" else _form(regions[0]),
+            form="state" if group.kind == "state" else copies_of(regions[0]).form,
             piece_nbytes=piece,
             block=block,
             scattered=scattered,
@@ -161,24 +162,6 @@ class _Counting:
     def _total(self, group: int, component: str) -> int:
         """Return the units of a component; K or V may be a part of a joint one on both sides."""
         return self._totals.get((group, component)) or self._totals[group, "kv"]
-
-
-def _form(region: RegionPlan) -> str:
-    """Say what is contiguous on both sides, and therefore one copy."""
-    sides = (region.local, region.remote)
-    cell, row = region.cell_bytes, region.cell_bytes * region.unit_count
-
-    def touch(strides: Iterable[int], size: int) -> bool:
-        return all(stride == size for stride in strides)
-
-    units_touch = region.unit_count == 1 or touch((s.unit_stride for s in sides), cell)
-    tokens = [s.token_stride for s in sides]
-    if units_touch:
-        return "pages" if touch(tokens, row) else "rows"
-    if touch(tokens, cell):
-        pages = touch((s.unit_stride - s.cells * cell for s in sides), 0)
-        return "pages" if pages and sides[0].cells == sides[1].cells else "runs"
-    return "cells"
 
 
 def _copies(batch: TransferBatch) -> Copies:

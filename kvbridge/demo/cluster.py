@@ -8,6 +8,7 @@ import socket
 import struct
 import time
 from collections.abc import Iterator, Mapping
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -49,6 +50,8 @@ class Engine:
         """Start the processes; :meth:`gather` then waits for their metadata."""
         self.name, self.spec = name, spec
         context = multiprocessing.get_context("spawn")
+        # Started with the first process, it would take back that interrupts are kept from that.
+        resource_tracker.ensure_running()
         groups = connect_ranks(spec.shape.pp, spec.shape.tp, timeout_s=spec.timeout_s)
         self._processes: dict[Rank, BaseProcess] = {}
         self._pipes: dict[Rank, Connection] = {}

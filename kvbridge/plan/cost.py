@@ -6,7 +6,7 @@ pages that hold those cells as they are, few and large, and puts the cells in th
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvbridge.plan.pieces import one_piece
 from kvbridge.plan.values import RegionPlan
@@ -56,31 +56,43 @@ def costs_of(plan: "EngineTransferPlan") -> tuple[Cost, Cost]:
     direct = staged = Cost()
     for source in plan.sources:
         for region in source.regions:
-            copies, nbytes = copies_of(region)
-            one = Cost(copies, copies * nbytes)
+            copies = copies_of(region)
+            one = Cost(copies.number, copies.number * copies.nbytes)
             direct += one
-            staged += Cost(1, span_of(region), one.nbytes) if needs_staging(region) else one
+            staged += one if copies.number == 1 else Cost(1, span_of(region), one.nbytes)
     return direct, staged
 
 
-def copies_of(region: RegionPlan) -> tuple[int, int]:
-    """Return how many copies the smaller of two pages takes directly, and the bytes of each."""
-    tokens = min(region.local.cells, region.remote.cells)
-    unit_axis, token_axis = _axes(region, tokens)
+class Copies(NamedTuple):
+    """How the smaller of two pages is copied directly.
+
+    Attributes:
+        form: What one copy holds: ``"pages"``, ``"runs"`` of tokens of a unit, ``"rows"`` of units
+            of a token, or single ``"cells"``.
+        number: How many copies.
+        nbytes: Bytes of each.
+    """
+
+    form: str
+    number: int
+    nbytes: int
+
+
+def copies_of(region: RegionPlan) -> Copies:
+    """Return how the cells of a region that two pages have in common are copied directly."""
+    here, there = region.local, region.remote
+    tokens = min(here.cells, there.cells)
+    unit_axis = (region.unit_count, here.unit_stride, there.unit_stride)
+    token_axis = (tokens, here.token_stride, there.token_stride)
     nbytes = region.unit_count * tokens * region.cell_bytes
-    for joined, count in (
-        ((unit_axis, token_axis), 1),
-        ((token_axis,), region.unit_count),
-        ((unit_axis,), tokens),
+    for form, joined, count in (
+        ("pages", (unit_axis, token_axis), 1),
+        ("runs", (token_axis,), region.unit_count),
+        ("rows", (unit_axis,), tokens),
     ):
         if one_piece(region.cell_bytes, *joined):
-            return count, nbytes // count
-    return region.unit_count * tokens, region.cell_bytes
-
-
-def needs_staging(region: RegionPlan) -> bool:
-    """Whether a page of a region takes several copies, and consecutive tokens are no piece."""
-    return copies_of(region)[0] > 1
+            return Copies(form, count, nbytes // count)
+    return Copies("cells", region.unit_count * tokens, region.cell_bytes)
 
 
 def span_of(region: RegionPlan) -> int:
@@ -91,25 +103,3 @@ def span_of(region: RegionPlan) -> int:
         + (there.cells - 1) * there.token_stride
         + region.cell_bytes
     )
-
-
-def _axes(region: RegionPlan, tokens: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    here, there = region.local, region.remote
-    return (
-        (region.unit_count, here.unit_stride, there.unit_stride),
-        (tokens, here.token_stride, there.token_stride),
-    )
-
-
-def form_of(region: RegionPlan) -> str:
-    """Say in words what a copy of a region holds."""
-    copies, _ = copies_of(region)
-    tokens = min(region.local.cells, region.remote.cells)
-    if copies == 1:
-        return "pages are alike"
-    unit_axis, token_axis = _axes(region, tokens)
-    if copies == region.unit_count and one_piece(region.cell_bytes, token_axis):
-        return "one run of tokens per unit"
-    if copies == tokens and one_piece(region.cell_bytes, unit_axis):
-        return "one run of units per token"
-    return "cell by cell"

@@ -8,7 +8,7 @@ import msgspec
 
 from kvbridge.errors import PlanError, UnsupportedLayoutError
 from kvbridge.model import CacheGroup, LayerKey, Rank
-from kvbridge.plan.cost import copies_of, costs_of, form_of
+from kvbridge.plan.cost import copies_of, costs_of
 from kvbridge.plan.values import Direction, Grid, Need, PlanOptions, RankPlan, RegionPlan
 
 if TYPE_CHECKING:
@@ -186,12 +186,21 @@ def explain(plan: "EngineTransferPlan") -> str:
     return "\n".join(lines)
 
 
+_FORMS = {
+    "pages": "pages are alike",
+    "runs": "one run of tokens per unit",
+    "rows": "one run of units per token",
+    "cells": "cell by cell",
+}
+
+
 def _words(region: RegionPlan) -> str:
     """Say how many pieces the smaller of two pages takes."""
-    copies, nbytes = copies_of(region)
+    copies = copies_of(region)
     tokens = min(region.local.cells, region.remote.cells)
     what = {"tokens": f"{tokens} tokens", "pages": "a page", "state": "a state"}
     return (
-        f"{region.component} units [{region.unit_start}, {region.unit_end}): {copies} pieces of "
-        f"{nbytes} bytes for {what[region.local.moves]} ({form_of(region)})"
+        f"{region.component} units [{region.unit_start}, {region.unit_end}): "
+        f"{copies.number} pieces of {copies.nbytes} bytes for {what[region.local.moves]} "
+        f"({_FORMS[copies.form]})"
     )

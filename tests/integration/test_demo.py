@@ -1,6 +1,7 @@
 """The demo as a user runs it: every pair of shapes, every mistake, and ranks that die."""
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -176,12 +177,21 @@ class Running:
                    "--decode", "tp=2", "--tokens", "100000", "--prompt-file", str(prompt),
                    "--timeout", "15"]  # fmt: skip
         self.files_before = set(shared_files())
+        # A process group of its own, as a terminal gives it, so that Ctrl-C can reach all of it.
         self.process = psutil.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
         )
-        self.ranks = self._wait_for_ranks(5)
+        self.ranks: list[psutil.Process] = []
 
-    def _wait_for_ranks(self, count: int) -> list[psutil.Process]:
+    def wait_for_ranks(self, count: int, threads: int = 2) -> None:
+        """Wait until so many ranks run so many threads each: with two they are up."""
+        self.ranks = self._wait_for_ranks(count, threads)
+
+    def _wait_for_ranks(self, count: int, threads: int) -> list[psutil.Process]:
         deadline_s = time.monotonic() + STARTED_S
         while time.monotonic() < deadline_s:
             ranks = [
@@ -189,7 +199,7 @@ class Running:
                 for child in self.process.children()
                 if any("spawn_main" in word for word in child.cmdline())
             ]
-            if len(ranks) == count and all(child.num_threads() > 1 for child in ranks):
+            if len(ranks) >= count and all(child.num_threads() >= threads for child in ranks):
                 return sorted(ranks, key=lambda rank: rank.pid)  # prefill first
             time.sleep(0.1)
         raise AssertionError(f"{count} ranks did not come up: {self.process.children()}")
@@ -210,13 +220,19 @@ def shared_files() -> list[str]:
 
 
 @pytest.fixture
-def running(tmp_path: Path) -> Iterator[Running]:
+def starting(tmp_path: Path) -> Iterator[Running]:
     demo = Running(tmp_path)
     yield demo
     for process in [demo.process, *demo.ranks]:
         if process.is_running():
             process.kill()
     demo.process.communicate()
+
+
+@pytest.fixture
+def running(starting: Running) -> Running:
+    starting.wait_for_ranks(5)
+    return starting
 
 
 @pytest.mark.timeout(180)
@@ -247,6 +263,17 @@ def test_an_interrupted_demo_leaves_nothing(running: Running, sent: signal.Signa
     assert status not in (0, 1)
     assert "Traceback" not in complaint
     running.assert_nothing_left()
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("threads", [1, 2], ids=["while ranks start", "once they run"])
+def test_ctrl_c_in_a_terminal_is_one_line(starting: Running, threads: int) -> None:
+    """It reaches the ranks too, but what it means is decided in one place."""
+    starting.wait_for_ranks(2 if threads == 1 else 5, threads)
+    os.killpg(starting.process.pid, signal.SIGINT)
+    status, complaint = starting.end()
+    assert (status, complaint) == (130, "kvbridge: interrupted\n")
+    starting.assert_nothing_left()
 
 
 @pytest.mark.timeout(180)

@@ -10,6 +10,7 @@ import pytest
 
 from kvbridge.errors import (
     BlockTableError,
+    ConfigError,
     CoverageError,
     HandshakeError,
     IncompatibleError,
@@ -167,6 +168,20 @@ def test_a_bad_table_starts_nothing(rank: MakeRank) -> None:
 def test_an_unknown_engine_is_refused(rank: MakeRank) -> None:
     with pytest.raises(UnknownEngineError, match="'p' is not connected"):
         rank("d").agent.pull("p", "r", [], [], end_token=0)
+
+
+@pytest.mark.parametrize(("engine", "model"), [("q", "m"), ("p", "")])
+def test_an_agent_is_of_its_topology_s_engine_and_has_a_model(
+    rank: MakeRank, engine: str, model: str
+) -> None:
+    made = rank("p")
+    with pytest.raises(ConfigError, match=f"engine 'p'.*of engine '{engine}'.*{model!r}"):
+        RankAgent(
+            made.topology if engine == "p" else rank("q").topology,
+            made.cache,
+            made.transport,
+            model=model,
+        )
 
 
 # --- a failure leaves nothing behind -----------------------------------------------------------

@@ -382,6 +382,7 @@ def test_k_and_v_apart_must_be_a_pair_of_equal_pages(
     ("tensor", "message"),
     [
         (object(), "object has neither data_ptr"),
+        (np.empty((2, 2, 2), object), "an array of Python objects"),
         (np.zeros((5, 4, 3, 6))[::-1], "runs backwards"),
         (np.zeros((0, 4, 3, 6)), r"shape \(0, 4, 3, 6\)"),
     ],
