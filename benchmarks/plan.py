@@ -6,7 +6,8 @@ quartiles of runs in which everything that is compared takes its turn.
 1. Planning does not grow with the number of pages: 10,000 against 1,000,000.
 2. Planning for one consumer rank grows with layers times overlapping ranks: a line is fitted.
 3. A further engine of a known shape costs little time and memory.
-4. Lowering costs little more than the bare numpy that makes the same arrays, and merges.
+4. Lowering costs little more than the bare numpy that makes the same arrays, and merges. Ten
+   requests follow one another, as in an engine at work, and one comes by itself, to cold caches.
 """
 
 import argparse
@@ -112,19 +113,23 @@ def plan_anew(ours: Engine, theirs: Engine) -> EngineTransferPlan:
 # --- how it is measured --------------------------------------------------------------------------
 
 
-def in_turn(runs: int, *actions: Callable[[], object]) -> list[list[float]]:
-    """Return the seconds that each action took in each run, after one run that does not count.
+def in_turn(runs: int, *actions: Callable[[], object], calls: int = 1) -> list[list[float]]:
+    """Return the seconds that a call of each action took in each run.
 
-    Seconds of the processor, not of the clock: nothing here waits, and others use it too.
+    Seconds of the processor, not of the clock: nothing here waits, and others use it too. Every
+    other run goes backwards, so that none always comes first, to caches that the others left cold;
+    one run more than asked for is made before, and does not count.
     """
     samples: list[list[float]] = []
-    for _ in range(runs + 1):
+    for i in range(runs + 1):
         gc.collect()
-        seconds = []
-        for action in actions:
+        seconds = [0.0] * len(actions)
+        for place in range(len(actions))[:: -1 if i % 2 else 1]:
+            action = actions[place]
             start = time.process_time()
-            action()
-            seconds.append(time.process_time() - start)
+            for _ in range(calls):
+                action()
+            seconds[place] = (time.process_time() - start) / calls
         samples.append(seconds)
     return list(map(list, zip(*samples[1:], strict=True)))
 
@@ -251,12 +256,14 @@ def cost_of_lowering(runs: int, blocks: int = 512) -> dict[str, Any]:
             ]
             return [*arrays, np.full(arrays[0].size, page)]
 
-        seconds = in_turn(runs, lower, bare)
+        seconds = in_turn(runs, lower, bare, calls=10)
+        once = in_turn(runs, lower, bare)
         (batch,) = lower()
         if run == 1 and not np.array_equal(np.sort(batch.local_address), np.sort(bare()[0])):
             raise SystemExit("lowering and bare numpy make different arrays")
         result |= {
             f"{name}: lowering / bare numpy": ratio(*seconds),
+            f"{name}: the same, one call after a pause": ratio(*once),
             f"{name}: lowering, ms": ms(seconds[0]),
             f"{name}: copies / blocks": batch.nbytes.size / (80 * blocks),
         }

@@ -17,7 +17,7 @@ import numpy as np
 from kvbridge.model import CacheGroup, Rank, RankCache
 from kvbridge.plan.pieces import Seams, merge_runs
 from kvbridge.plan.shape import Pattern, PlanShape, SourceShape, shape_of
-from kvbridge.plan.values import Grid, Int64Array
+from kvbridge.plan.values import Grid, Int64Array, Pagings
 
 if TYPE_CHECKING:
     from kvbridge.plan.plan import EngineTransferPlan
@@ -44,6 +44,7 @@ class WholePages:
     Attributes:
         local: A grid that steps from page to page as all of them do here.
         remote: The same there.
+        pagings: How both lay a sequence over pages.
         local_base: Address here of each piece on page 0.
         remote_base: The same there.
         nbytes: Length of each piece.
@@ -52,6 +53,7 @@ class WholePages:
 
     local: Grid
     remote: Grid
+    pagings: Pagings
     local_base: Int64Array
     remote_base: Int64Array
     nbytes: int
@@ -164,7 +166,7 @@ def _arrange(
         stream = _stream(pattern, bases)
         here, there = pattern.local, pattern.remote
         if pattern.page_bytes:
-            alike[here.paging, there.paging, here.page_stride, there.page_stride].append(stream)
+            alike[pattern.pagings, here.page_stride, there.page_stride].append(stream)
         else:
             alone.append(stream)
     partial: list[Stream] = []
@@ -211,6 +213,7 @@ def _fused(members: list[Stream], seams: Seams) -> list[WholePages]:
             WholePages(
                 members[0].pattern.local,
                 members[0].pattern.remote,
+                members[0].pattern.pagings,
                 runs[0][same],
                 runs[1][same],
                 int(length),

@@ -23,7 +23,7 @@ from kvbridge.plan.values import (
 if TYPE_CHECKING:
     from kvbridge.plan.plan import EngineTransferPlan
 
-SegmentsOf = Callable[[Grid, Grid], Segments]
+SegmentsOf = Callable[[Pattern | WholePages], Segments]
 
 
 def lower_plan(
@@ -49,7 +49,7 @@ def segments_for(
     start: int,
     end: int,
 ) -> SegmentsOf:
-    """Check a request, and return what finds its segments for two grids; each is worked out once.
+    """Check a request, and return what finds the segments of a pattern; each is worked out once.
 
     Raises:
         BlockTableError: The range runs backwards, or a cache group has no table.
@@ -59,20 +59,17 @@ def segments_for(
     remote = Side("remote", remote_tables, binding.remote_blocks, not binding.destination_is_local)
     for side in (local, remote):
         check_table_count(side.name, side.tables, side.blocks)
-    known: dict[tuple[object, object], Segments] = {}
-    same_grids: dict[tuple[int, int], Segments] = {}
+    known: dict[int, Segments] = {}
 
-    def segments_of(here: Grid, there: Grid) -> Segments:
-        grids = (id(here), id(there))  # mostly the very grids of the last look-up
-        if grids not in same_grids:
-            pagings = (here.paging, there.paging)
-            if pagings not in known:
-                first = first_token_needed(binding.groups[here.group], start, end)
-                if here.moves == "pages":  # a window may begin within one, which then moves whole
-                    first = max(start, local.page_start(here, first, end))
-                known[pagings] = segments_between(local, remote, here, there, first, end)
-            same_grids[grids] = known[pagings]
-        return same_grids[grids]
+    def segments_of(pattern: Pattern | WholePages) -> Segments:
+        key = id(pattern.pagings)  # one object where they are equal
+        if key not in known:
+            here = pattern.local
+            first = first_token_needed(binding.groups[here.group], start, end)
+            if here.moves == "pages":  # a window may begin within one, which then moves whole
+                first = max(start, local.page_start(here, first, end))
+            known[key] = segments_between(local, remote, here, pattern.remote, first, end)
+        return known[key]
 
     return segments_of
 
@@ -122,7 +119,7 @@ def pieces_of(
     parts: list[Part] = []
     count = 0
     for pages in whole:
-        segments = segments_of(pages.local, pages.remote)
+        segments = segments_of(pages)
         segments = segments.of_length(pages.local.cells)
         offsets = segments.offsets(pages.local, pages.remote)
         runs = merge_runs(*offsets, np.full(len(segments), pages.nbytes))
@@ -130,10 +127,10 @@ def pieces_of(
         count += len(segments) * pages.region_count
     for stream in partial:
         pattern = stream.pattern
-        segments = segments_of(pattern.local, pattern.remote)
+        segments = segments_of(pattern)
         count += extend(parts, stream, segments.of_length(pattern.local.cells, but=True))
     for stream in streams:
-        segments = segments_of(stream.pattern.local, stream.pattern.remote)
+        segments = segments_of(stream.pattern)
         count += extend(parts, stream, segments)
     parts = [part for part in parts if part.runs[0].size]
     if len(parts) == 1 and parts[0].is_merged():
@@ -143,8 +140,14 @@ def pieces_of(
 
 def batch_of(rank: RankBinding, pieces: Pieces, piece_count: int) -> TransferBatch:
     """Return pieces as what goes to a transport."""
-    local, remote, nbytes = (array.view(np.uint64) for array in pieces)
-    return TransferBatch(rank.rank, local, remote, nbytes, piece_count)
+    local, remote, nbytes = pieces
+    return TransferBatch(
+        rank.rank,
+        local.view(np.uint64),
+        remote.view(np.uint64),
+        nbytes.view(np.uint64),
+        piece_count,
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -182,14 +185,14 @@ class Part:
         Bases are mostly further apart than their runs reach; then only the last run of one can
         touch the first run of the next.
         """
-        here, there, nbytes = self.runs
-        steps = self.local_base[1:] - self.local_base[:-1]
-        reach = here[-1] + nbytes[-1] - here[0]
-        if not self.runs_are_merged or (steps < reach).any():
+        if not self.runs_are_merged:
             return False
-        touch = steps == reach
-        if not touch.any():
-            return True
+        here, there, nbytes = self.runs
+        reach = here[-1] + nbytes[-1] - here[0]
+        step = np.minimum.reduce(self.local_base[1:] - self.local_base[:-1], initial=reach + 1)
+        if step != reach:
+            return bool(step > reach)
+        touch = self.local_base[1:] - self.local_base[:-1] == reach
         touch &= self.remote_base[1:] - self.remote_base[:-1] == there[-1] + nbytes[-1] - there[0]
         return not touch.any()
 

@@ -37,12 +37,12 @@ def merge_runs(
     """
     if local.size < 2:
         return local, remote, nbytes
-    apart = (local[1:] - local[:-1] != nbytes[:-1]) | (remote[1:] - remote[:-1] != nbytes[:-1])
+    touch = local[1:] - local[:-1] == nbytes[:-1]
+    if not np.logical_or.reduce(touch):
+        return local, remote, nbytes
+    touch &= remote[1:] - remote[:-1] == nbytes[:-1]
     for side, seam in zip((local, remote), seams or (), strict=False):
         if seam.size:
-            apart |= np.isin(side[1:], seam)
-    starts = np.flatnonzero(apart)
-    if starts.size == local.size - 1:
-        return local, remote, nbytes
-    starts = np.concatenate((np.zeros(1, np.intp), starts + 1))
+            touch &= ~np.isin(side[1:], seam)
+    starts = np.flatnonzero(np.concatenate(([True], ~touch)))
     return local[starts], remote[starts], np.add.reduceat(nbytes, starts)

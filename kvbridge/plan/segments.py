@@ -43,16 +43,22 @@ class Segments:
         """Return the number of segments."""
         return int(self.tokens.size)
 
+    @classmethod
+    def of_whole_pages(cls, local: Int64Array, remote: Int64Array, cells: int) -> "Segments":
+        """Return segments that move all cells of their pages."""
+        zero = np.zeros(local.size, np.int64)
+        return cls(local, zero, remote, zero, np.full(local.size, cells, np.int64), True)
+
     def in_order(self) -> "Segments":
         """Return the segments in order of local pages.
 
         Blocks that an allocator handed out backwards are neighbours too.
         """
-        if not (self.local_page[1:] < self.local_page[:-1]).any():
+        if not np.logical_or.reduce(self.local_page[1:] < self.local_page[:-1]):
             return self
         if not self.all_whole:
             return self.select(np.argsort(self.local_page, kind="stable"))
-        order = np.argsort(self.local_page)  # whole pages are pieces in whatever order
+        order = self.local_page.argsort()  # whole pages are pieces in whatever order
         pages = self.local_page[order], self.remote_page[order]
         return Segments(pages[0], self.local_token, pages[1], self.remote_token, self.tokens, True)
 
@@ -70,7 +76,7 @@ class Segments:
     def of_length(self, tokens: int, *, but: bool = False) -> "Segments":
         """Return the segments of a length, or all but those; mostly that is all or none."""
         if self.all_whole and self.tokens.size and self.tokens[0] == tokens:
-            return self.select(slice(0, 0)) if but else self
+            return NO_SEGMENTS if but else self
         return self.select((self.tokens == tokens) ^ but)
 
     def offsets(self, local: Grid, remote: Grid) -> tuple[Int64Array, Int64Array]:
@@ -80,6 +86,9 @@ class Segments:
             here += self.local_token * local.token_stride
             there += self.remote_token * remote.token_stride
         return here, there
+
+
+NO_SEGMENTS = Segments(*np.empty((5, 0), np.int64))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,7 +103,6 @@ class Runs:
         page: Page that holds them.
         token: Place of the first one within that page.
         is_null: Which runs lie in blocks that hold nothing; None if there are no such blocks.
-        page_tokens: Tokens of a page if every run is known to be a whole one, else 0.
     """
 
     first: Int64Array
@@ -102,7 +110,6 @@ class Runs:
     page: Int64Array
     token: Int64Array
     is_null: NDArray[np.bool_] | None
-    page_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,12 +155,10 @@ class Side:
             pages = _pages_of(ids, grid.pages_per_block)[skipped : skipped + cuts.size]
             token = np.zeros_like(cuts)
             token[:1] = inside
-            are_whole = not inside and not (last - first) % grid.page_tokens
         else:
             cuts = np.union1d(cuts, _multiples(0, share.interleave, first, last))
             page_index, token = np.divmod(cuts - origin, grid.page_tokens)
             pages = _pages_of(ids, grid.pages_per_block)[page_index]
-            are_whole = False
         null = table.null_block_id
         return Runs(
             first=cuts if packed else share.tokens(cuts),
@@ -161,8 +166,27 @@ class Side:
             page=pages,
             token=token,
             is_null=None if null is None else pages // grid.pages_per_block == null,
-            page_tokens=grid.page_tokens if are_whole else 0,
         )
+
+    def whole_pages(self, grid: Grid, start: int, end: int) -> Int64Array | None:
+        """Return the pages of the tokens ``[start, end)``, if they are whole ones in use.
+
+        The short way to what most requests need; None sends the others round by ``runs``.
+
+        Raises:
+            BlockTableError: The table does not cover the tokens, or lists impossible blocks.
+        """
+        table, share = self.tables[grid.group], grid.share
+        if table.null_block_id is not None:
+            return None
+        origin = share.before(table.start_token)
+        first, last = share.before(start) - origin, share.before(end) - origin
+        if first % grid.page_tokens or last % grid.page_tokens:
+            return None
+        ids = self._blocks(grid, table, (first, last), (start, end))
+        return _pages_of(ids, grid.pages_per_block)[
+            first // grid.page_tokens : last // grid.page_tokens
+        ]
 
     def page_start(self, grid: Grid, start: int, end: int) -> int:
         """Return the first token of the page that holds the first of ``[start, end)``, if any."""
@@ -230,17 +254,19 @@ class Side:
     def _check_ids(self, group: int, real: Int64Array) -> None:
         if not real.size:
             return
-        least, most, limit = real.min(), real.max(), self.blocks[group]
-        if least < 0 or most >= limit:
+        limit = self.blocks[group]
+        if np.maximum.reduce(real.view(np.uint64)) >= limit:  # negative ones are large as these
+            wrong = real[(real < 0) | (real >= limit)][0]
             raise BlockTableError(
-                f"{self.what(group)} lists block {least if least < 0 else most}; blocks 0 to "
+                f"{self.what(group)} lists block {wrong}; blocks 0 to "
                 f"{limit - 1} exist; pass the engine's own block ids"
             )
         if not self.is_destination:
             return
         ordered = np.sort(real)
-        if (ordered[1:] == ordered[:-1]).any():
-            twice = ordered[1:][ordered[1:] == ordered[:-1]][0]
+        same = ordered[1:] == ordered[:-1]
+        if np.logical_or.reduce(same):
+            twice = ordered[1:][same][0]
             raise BlockTableError(
                 f"{self.what(group)} lists block {twice} twice; a destination block can hold the "
                 "tokens of one position only"
@@ -274,6 +300,11 @@ def segments_between(
         return _state(local, remote, here, there)
     # Tokens that both sides pack alike are neighbours, though the sequence has others between.
     packed = here.share == there.share
+    if packed and here.moves == "tokens" and here.page_tokens == there.page_tokens:
+        our_pages = local.whole_pages(here, start, end)
+        their_pages = remote.whole_pages(there, start, end)
+        if our_pages is not None and their_pages is not None:
+            return Segments.of_whole_pages(our_pages, their_pages, here.cells).in_order()
     ours = local.runs(here, start, end, packed=packed)
     theirs = remote.runs(there, start, end, packed=packed)
     if here.moves == "pages":
@@ -292,7 +323,7 @@ def segments_between(
             )
         segments = segments.select(~(null_here | null_there))
     if here.moves == "pages":
-        segments = _whole(segments, here.cells)
+        segments = Segments.of_whole_pages(segments.local_page, segments.remote_page, here.cells)
     return segments.in_order()
 
 
@@ -327,9 +358,6 @@ _Where = NDArray[np.intp] | slice
 
 def _intersection(ours: Runs, theirs: Runs) -> tuple[Segments, _Where, _Where]:
     """Return the common refinement of two cuttings, and which run of each side it comes from."""
-    if ours.page_tokens and ours.page_tokens == theirs.page_tokens:
-        pages = Segments(ours.page, ours.token, theirs.page, theirs.token, ours.tokens, True)
-        return pages, slice(None), slice(None)
     if (
         ours.first.size == theirs.first.size
         and (ours.first == theirs.first).all()
@@ -368,34 +396,15 @@ def _state(local: Side, remote: Side, here: Grid, there: Grid) -> Segments:
         (ours, theirs, remote) if local.is_destination else (theirs, ours, local)
     )
     if wanted is None:
-        return _whole(Segments(*np.empty((5, 0), np.int64)), here.cells)
+        return NO_SEGMENTS
     if given is None or ours is None or theirs is None:
         raise BlockTableError(
             f"{source.what(here.group if source is local else there.group)} lists no block, but "
             f"the destination expects the state in block {wanted}; list the block that holds it"
         )
     pages = np.arange(here.pages_per_block, dtype=np.int64)
-    zero = np.zeros_like(pages)
-    return _whole(
-        Segments(
-            ours * here.pages_per_block + pages,
-            zero,
-            theirs * there.pages_per_block + pages,
-            zero,
-            zero,
-        ),
-        here.cells,
-    )
-
-
-def _whole(segments: Segments, cells: int) -> Segments:
-    """Return segments that move all cells of their pages."""
-    return Segments(
-        segments.local_page,
-        np.zeros_like(segments.local_token),
-        segments.remote_page,
-        np.zeros_like(segments.remote_token),
-        np.full_like(segments.tokens, cells),
+    return Segments.of_whole_pages(
+        ours * here.pages_per_block + pages, theirs * there.pages_per_block + pages, here.cells
     )
 
 

@@ -17,7 +17,7 @@ from kvbridge.errors import CoverageError, PlanError
 from kvbridge.model import CacheComponent, Geometry, LayerCache, LayerKey, Rank, RankCache
 from kvbridge.plan.components import component_of, grid_of
 from kvbridge.plan.pieces import one_piece
-from kvbridge.plan.values import Grid, Int64Array, RankPlan, RegionPlan
+from kvbridge.plan.values import Grid, Int64Array, Pagings, RankPlan, RegionPlan
 
 if TYPE_CHECKING:
     from kvbridge.plan.plan import EngineTransferPlan
@@ -34,6 +34,8 @@ class Pattern:
     Attributes:
         local: How the regions step through memory here.
         remote: How they step through memory there.
+        pagings: How a sequence is laid over pages here and there; one object for all patterns of
+            a plan that page alike.
         units: Units of each region.
         cell_bytes: Bytes of a cell.
         regions: Which regions.
@@ -43,6 +45,7 @@ class Pattern:
 
     local: Grid
     remote: Grid
+    pagings: Pagings
     units: int
     cell_bytes: int
     regions: IndexArray
@@ -116,14 +119,19 @@ def shape_of(
     for source in plan.sources:
         if source.rank not in remotes:
             raise PlanError(f"the plan needs remote rank {source.rank}; got {sorted(remotes)}")
+    alike: dict[Pagings, Pagings] = {}
     return PlanShape(
         local=local.geometry,
         remotes={source.rank: remotes[source.rank].geometry for source in plan.sources},
-        sources=tuple(_source(source, local, remotes[source.rank]) for source in plan.sources),
+        sources=tuple(
+            _source(source, local, remotes[source.rank], alike) for source in plan.sources
+        ),
     )
 
 
-def _source(source: RankPlan, local: RankCache, remote: RankCache) -> SourceShape:
+def _source(
+    source: RankPlan, local: RankCache, remote: RankCache, alike: dict[Pagings, Pagings]
+) -> SourceShape:
     ours, theirs = _Places(local), _Places(remote)
     regions: dict[tuple[Grid, Grid, int, int], list[int]] = defaultdict(list)
     for i, region in enumerate(source.regions):
@@ -135,7 +143,7 @@ def _source(source: RankPlan, local: RankCache, remote: RankCache) -> SourceShap
         regions[region.local, region.remote, region.unit_count, region.cell_bytes].append(i)
     return SourceShape(
         rank=source.rank,
-        patterns=tuple(_pattern(*key, found) for key, found in regions.items()),
+        patterns=tuple(_pattern(*key, found, alike) for key, found in regions.items()),
         local=ours.placement(),
         remote=theirs.placement(),
         local_groups=frozenset(region.local.group for region in source.regions),
@@ -143,7 +151,15 @@ def _source(source: RankPlan, local: RankCache, remote: RankCache) -> SourceShap
     )
 
 
-def _pattern(local: Grid, remote: Grid, units: int, cell_bytes: int, regions: list[int]) -> Pattern:
+def _pattern(
+    local: Grid,
+    remote: Grid,
+    units: int,
+    cell_bytes: int,
+    regions: list[int],
+    alike: dict[Pagings, Pagings],
+) -> Pattern:
+    pagings = (local.paging, remote.paging)
     unit_axis = (units, local.unit_stride, remote.unit_stride)
     row_bytes = one_piece(cell_bytes, unit_axis)
     if row_bytes != local.token_stride or row_bytes != remote.token_stride:
@@ -153,7 +169,14 @@ def _pattern(local: Grid, remote: Grid, units: int, cell_bytes: int, regions: li
         token_axis = (local.cells, local.token_stride, remote.token_stride)
         page_bytes = one_piece(cell_bytes, unit_axis, token_axis)
     return Pattern(
-        local, remote, units, cell_bytes, np.array(regions, np.intp), row_bytes, page_bytes
+        local,
+        remote,
+        alike.setdefault(pagings, pagings),
+        units,
+        cell_bytes,
+        np.array(regions, np.intp),
+        row_bytes,
+        page_bytes,
     )
 
 

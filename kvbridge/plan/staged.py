@@ -83,14 +83,13 @@ def _stage(
     """Stage the scattered cells of one source, from an address on."""
     alike: dict[tuple[object, ...], list[Stream]] = defaultdict(list)
     for stream in streams:
-        here, there = stream.pattern.local, stream.pattern.remote
-        alike[here.paging, there.paging, there.page_stride].append(stream)
+        alike[stream.pattern.pagings, stream.pattern.remote.page_stride].append(stream)
     reads: list[Pieces] = []
     parts: list[Part] = []
     start = address
     for members in alike.values():
-        here, there = members[0].pattern.local, members[0].pattern.remote
-        segments = segments_of(here, there)
+        there = members[0].pattern.remote
+        segments = segments_of(members[0].pattern)
         pages, index = np.unique(segments.remote_page, return_inverse=True)
         if not pages.size:
             continue

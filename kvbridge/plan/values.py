@@ -54,6 +54,10 @@ class Paging(NamedTuple):
     share: TokenShare
 
 
+Pagings = tuple[Paging, Paging]
+"""Paging here and there."""
+
+
 @dataclass(frozen=True, slots=True)
 class Grid:
     """How one side of a region steps through memory, without addresses.
