@@ -52,12 +52,13 @@ class Cost:
 
 
 def costs_of(plan: "EngineTransferPlan") -> tuple[Cost, Cost]:
-    """Return what a page of every region takes: directly, and staged."""
+    """Return what a remote page of every region takes: directly, and staged."""
     direct = staged = Cost()
     for source in plan.sources:
         for region in source.regions:
             copies = copies_of(region)
-            one = Cost(copies.number, copies.number * copies.nbytes)
+            pages = -(-region.remote.cells // region.local.cells)
+            one = Cost(copies.number * pages, copies.number * pages * copies.nbytes)
             direct += one
             staged += one if copies.number == 1 else Cost(1, span_of(region), one.nbytes)
     return direct, staged

@@ -175,7 +175,7 @@ def explain(plan: "EngineTransferPlan") -> str:
             patterns[key].append(r)
         lines += (f"    {len(alike)} layers, {_words(alike[0])}" for alike in patterns.values())
     direct, staged = costs_of(plan)
-    lines.append(f"  a page of everything, direct: {direct}")
+    lines.append(f"  a remote page of everything, direct: {direct}")
     lines.append(f"  the same, staged: {staged}; the plan is {plan.strategy}")
     if plan.notify_only:
         lines.append(f"  tells without bytes: {list(plan.notify_only)}")

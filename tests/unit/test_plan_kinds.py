@@ -18,7 +18,7 @@ from kvbridge.plan import (
     compute_tp_mapping,
     generate_engine_transfer_plan,
 )
-from tests.property.engines import DIRECTIONS, Direction, Engine, Model, Paging
+from tests.property.engines import DIRECTIONS, Direction, Engine, Layout, Model, Paging
 from tests.property.oracle import Fleet
 
 WHOLE = Engine(((0, 1),), (1,))
@@ -169,6 +169,29 @@ def test_state_says_what_it_costs() -> None:
     words = plan(STATE).explain()
     assert "rank (0, 0): 0 bytes a token" in words
     assert "conv.x units [0, 8): 1 pieces of 96 bytes for a state" in words
+
+
+# --- words ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("direction", "verb", "direct", "staged"),
+    [
+        # 4 heads of 8 bytes for K and V. Pages of 8 tokens there are halved by pages of 4 here.
+        ("read", "reads from", "64 copies, 512 bytes", "2 copies, 512 bytes, 512 rearranged"),
+        ("write", "writes to", "32 copies, 256 bytes", "2 copies, 256 bytes, 256 rearranged"),
+    ],
+)
+def test_a_plan_says_what_either_form_costs(
+    direction: Direction, verb: str, direct: str, staged: str
+) -> None:
+    producer = Engine(((0, 4),), (1,), (Paging(8),), Layout("BKHNC"))
+    consumer = Engine(((0, 4),), (1,), (Paging(4),), Layout("BKNHC"))
+    made = plan(Model(("attention",), heads=4), producer, consumer, direction=direction)
+    words = made.explain()
+    assert f"rank (0, 0) {verb} 1 ranks" in words
+    assert f"a remote page of everything, direct: {direct}\n" in words
+    assert f"the same, staged: {staged};" in words
 
 
 # --- opaque pages --------------------------------------------------------------------------------

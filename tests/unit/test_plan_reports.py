@@ -792,6 +792,15 @@ def test_a_batch_knows_how_many_pieces_it_was(
     assert (batch.piece_count, batch.nbytes.size) == (count, merged)
 
 
+@pytest.mark.parametrize("blocks", [[0, 1, 2], [2, 1, 0], [0, 2, 1]])
+def test_blocks_are_neighbours_in_whatever_order_they_were_handed_out(blocks: list[int]) -> None:
+    here = world(
+        engine(), engine(), source=BlockTable(blocks), destination=BlockTable(blocks), end=12
+    )
+    (batch,) = here.lower(here.plan((0, 0)))
+    assert (batch.piece_count, batch.nbytes.size) == (3, 1)
+
+
 def test_a_plan_says_who_is_told_and_how_often() -> None:
     here = world(engine(4, 8), engine(4, 2), heads=4)
     words = here.plan((0, 0)).explain()
