@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from kvbridge.cli.options import transport_options
 from kvbridge.demo import (
     PROMPT_MAX_BYTES,
     STEPS,
@@ -88,7 +89,7 @@ def _config(**given: Any) -> DemoConfig:
             decode=EngineShape.parse(given["decode"]),
             tokens=given["tokens"],
             transport=given["transport"],
-            options=dict(_option(text) for text in given["options"]),
+            options=transport_options(given["options"]),
             port=given["port"],
             timeout_s=given["timeout_s"],
             **more,
@@ -99,17 +100,6 @@ def _config(**given: Any) -> DemoConfig:
         raise ConfigError(str(error)) from error
     except OSError as error:
         raise ConfigError(f"cannot read {given['prompt_file']}: {error.strerror}") from error
-
-
-def _option(text: str) -> tuple[str, Any]:
-    """Read KEY=VALUE; a value that is JSON (a number, true, a list) counts as such."""
-    key, equals, value = text.partition("=")
-    if not equals or not key:
-        raise ConfigError(f"--option {text!r} must be KEY=VALUE")
-    try:
-        return key, json.loads(value)
-    except json.JSONDecodeError:
-        return key, value
 
 
 def _run_with_progress(config: DemoConfig) -> DemoReport:
