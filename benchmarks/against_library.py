@@ -26,7 +26,6 @@ from kvbridge.transport import (
     Descriptors,
     Op,
     Peer,
-    Region,
     State,
     Transport,
     available_transports,
