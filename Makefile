@@ -6,8 +6,8 @@ BIN := $(VENV)/bin
 CONSTRAINTS := requirements/constraints.txt
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS)
 
-# What the transports that the tests run need from Debian. So far: nothing.
-DEBIAN_PACKAGES :=
+# What the transports that the tests run need from Debian: these three are for Mooncake.
+DEBIAN_PACKAGES := libibverbs1 libnuma1 libcurl4
 
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
@@ -53,7 +53,7 @@ wheel-check: $(ALL)
 	.ci/wheel-check $(BIN)/python
 
 bench: $(ALL)
-	@set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script; done
+	@set -e; for script in $(filter-out benchmarks/gpu_check.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script; done
 
 clean:
 	rm -rf $(VENV) build dist docs/_build .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
@@ -72,6 +72,6 @@ $(CORE): pyproject.toml $(CONSTRAINTS) | $(BIN)/pip
 
 # nixl-cu12 declares torch, which brings several GB of CUDA, and needs only numpy: hence --no-deps.
 $(ALL): $(CORE)
-	$(PIP_INSTALL) --editable ".[testing,docs,dev,torch]"
+	$(PIP_INSTALL) --editable ".[testing,docs,dev,plot,torch,mooncake,ucx]"
 	$(PIP_INSTALL) --no-deps nixl-cu12
 	@touch $@

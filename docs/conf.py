@@ -1,11 +1,15 @@
 """How the documentation is built."""
 
+from collections.abc import Iterator
 from importlib.metadata import version as installed_version
 
 from docutils.nodes import Element, TextElement
 from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
+
+from kvbridge.testing import all_rules
+from kvbridge.testing.rules import GROUPS
 
 project = "KVBridge"
 copyright = "The KVBridge authors"  # noqa: A001  (the name is Sphinx's)
@@ -29,7 +33,7 @@ napoleon_use_ivar = True  # an attribute that also has a value would be describe
 # Nor do type variables have a page, and what is private is nobody's business.
 nitpick_ignore_regex = [
     ("py:.*", r"(?!kvbridge).*"),
-    ("py:class", r"kvbridge\..*\.\w+T"),
+    ("py:(class|obj)", r"kvbridge\..*\.\w+T"),
     ("py:class", r"kvbridge\.plan\.binding\..*"),
     ("py:class", r"kvbridge\..*\._\w+"),
 ]
@@ -55,6 +59,29 @@ def link_to_public_name(
     return None
 
 
+def rules_in_words() -> Iterator[str]:
+    """Yield the conformance rules as Markdown, group by group, from the registry itself."""
+    rules = list(all_rules().values())
+    for prefix, title in GROUPS.items():
+        yield f"## {title}\n"
+        yield "| rule | what holds | applies |\n|---|---|---|"
+        for rule in (one for one in rules if one.group == prefix):
+            words = [f"`{word}` declared" for word in rule.needs]
+            words += [f"`{word}` not declared" for word in rule.lacks]
+            when = ", ".join(words) or "always"
+            harder = "; harder in the full tier" if len(rule.tiers) > 1 else ""
+            anchor = f'<span id="{rule.id}">{rule.id}</span>'
+            yield f"| {anchor} | {rule.sentence} | {when}{harder} |"
+        yield ""
+
+
+def write_rules(app: Sphinx, docname: str, source: list[str]) -> None:
+    """Put the rules into the page that asks for them."""
+    if docname == "reference/conformance":
+        source[0] = source[0].replace("{{ rules }}", "\n".join(rules_in_words()))
+
+
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
     app.connect("missing-reference", link_to_public_name)
+    app.connect("source-read", write_rules)

@@ -7,6 +7,7 @@ from importlib.metadata import entry_points
 import pytest
 from hypothesis import settings
 
+from kvbridge.testing.harness import required_transports as required_by_environment
 from kvbridge.transport import Transport, available_transports, get_transport
 
 # Examples are never timed: a busy machine would make them fail. Nor does CI draw new ones: whether
@@ -17,9 +18,7 @@ settings.register_profile(
 settings.register_profile("full", deadline=None, max_examples=1000)
 settings.load_profile("quick")
 
-REQUIRED_TRANSPORTS = frozenset(
-    os.environ.get("KVBRIDGE_REQUIRE_TRANSPORTS", "").replace(",", " ").split()
-)
+REQUIRED_TRANSPORTS = required_by_environment()
 
 
 @pytest.fixture(scope="session")
@@ -46,7 +45,11 @@ def usable_transport() -> Callable[[str], type[Transport]]:
     return look_up
 
 
-@pytest.fixture(params=sorted(entry_points(group="kvbridge.transports").names))
+NEED_OPTIONS = frozenset({"faulty", "mooncake", "recording"})
+"""They do not open without options, and have tests of their own."""
+
+
+@pytest.fixture(params=sorted(entry_points(group="kvbridge.transports").names - NEED_OPTIONS))
 def transport_name(
     request: pytest.FixtureRequest, usable_transport: Callable[[str], type[Transport]]
 ) -> str:

@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
@@ -10,7 +10,8 @@ from kvbridge.errors import ConfigError
 from kvbridge.transport import TransportConfig
 
 LOOPBACK = "lo"
-_DEVICE_FOLDERS = (Path("/sys/class/net"), Path("/sys/class/infiniband"))
+_RDMA_DEVICES = Path("/sys/class/infiniband")
+_DEVICE_FOLDERS = (Path("/sys/class/net"), _RDMA_DEVICES)
 
 
 class NixlConfig(TransportConfig, frozen=True):
@@ -21,10 +22,15 @@ class NixlConfig(TransportConfig, frozen=True):
             ``mlx5_0:1``. None means ``UCX_NET_DEVICES`` where that is set, else ``lo``: UCX
             would listen on every interface, and whoever reaches its port may read and write
             all registered memory. Between two hosts this option is needed, on both.
+        read_mode: How to read. ``served`` asks the owner to write, ``native`` lets the reader fetch
+            the bytes alone. ``auto`` reads natively where the kernel copies within a host or RDMA
+            carries the bytes, and is served otherwise: over TCP a reader that is killed in the
+            middle of a native read may take the owner's process with it.
         num_threads: Threads that NIXL posts large operations from; 0 posts them from one.
     """
 
     device: Annotated[str, Meta(pattern=r"^[\w.@-]+(:\d+)?$")] | None = None
+    read_mode: Literal["auto", "native", "served"] = "auto"
     num_threads: Annotated[int, Meta(ge=0, le=64)] = 0
 
     def chosen_device(self) -> str:
@@ -45,3 +51,9 @@ class NixlConfig(TransportConfig, frozen=True):
         if self.device.partition(":")[0] not in known:
             raise ConfigError(f"option device={self.device!r}: this host has {', '.join(known)}")
         return self.device
+
+
+def is_rdma(devices: str) -> bool:
+    """Whether devices, as UCX names them, are all for RDMA."""
+    names = (device.partition(":")[0] for device in devices.split(","))
+    return all(name and (_RDMA_DEVICES / name).is_dir() for name in names)

@@ -24,20 +24,23 @@ from kvbridge.transport import (
     Poll,
     Region,
     RegionTable,
+    ServedReads,
     State,
     Transport,
     TransportConfig,
     open_agent_info,
     parse_config,
     seal_agent_info,
+    seal_notification,
 )
-from kvbridge_nixl import library, peering
+from kvbridge_nixl import library
+from kvbridge_nixl.card import AgentCard, Landing, check_reachable, read_card, whereabouts
 from kvbridge_nixl.config import NixlConfig
-from kvbridge_nixl.connections import Connection
-from kvbridge_nixl.job import MEMORY_TYPES, Job, rows
-from kvbridge_nixl.peering import AgentCard, Beacon, NixlPeer
+from kvbridge_nixl.job import MEMORY_TYPES, Job
+from kvbridge_nixl.peering import NixlPeer, meet
+from kvbridge_nixl.serving import NixlCarrier
 from kvbridge_nixl.translate import translate, vendor_errors
-from kvbridge_nixl.worker import Worker
+from kvbridge_nixl.worker import SETTLE_S, Worker
 
 CAPABILITIES = Capabilities(
     read=True,
@@ -54,8 +57,8 @@ CAPABILITIES = Capabilities(
     preferred_direction="either",
 )
 
-# Over TCP the owner's own thread serves; its reads are slower than writes, and a reader that is
-# killed can take the owner with it. "unknown" is treated as TCP.
+# Over TCP the owner's own thread moves the bytes, and its native reads are slower than writes, and
+# a reader that is killed can take the owner with it. "unknown" is treated as TCP.
 CAPABILITIES_OVER_TCP = replace(CAPABILITIES, owner_passive=False, preferred_direction="write")
 
 
@@ -69,7 +72,9 @@ class NixlTransport(Transport):
         super().__init__()
         self._opened = False
         self._worker: Worker | None = None
+        self._config = NixlConfig()
         self._card = AgentCard("", b"", 0, "", "", "")
+        self._info = b""  # the card, sealed
         self._registered: dict[Region, object] = {}
         self._peers: set[NixlPeer] = set()
         self._rest: tuple[Finished, ...] = ()  # what ended while the transport was closed
@@ -91,19 +96,24 @@ class NixlTransport(Transport):
         nixl = library.load()
         errors = vendor_errors(nixl.bindings)
         name = f"nixl-{uuid.uuid4().hex}"
+        landing = Landing()
         try:
             agent = nixl.make_agent(name, device, options.num_threads)
-            beacon = Beacon(name)
-            peering.register(agent, Region(beacon.address, peering.BEACON_BYTES))
+            library.register(agent, landing.region)
         except errors as error:
             raise TransportUnavailableError(
                 f"NIXL {nixl.version} cannot start UCX on device {device!r}: {error}.",
                 "Set option 'device' to a network device that is up.",
             ) from error
-        self._opened = True
-        self._card = AgentCard(name, b"", beacon.address, device, *peering.whereabouts())
-        self._worker = Worker(agent, errors)
-        self._worker.kept.append(beacon)
+        self._opened, self._config = True, options
+        self._card = AgentCard(name, b"", landing.region.address, device, *whereabouts())
+        self._publish(agent)
+        worker = Worker(agent, errors)
+        worker.kept.append(landing)
+        carrier = NixlCarrier(worker, self._card, lambda: (self._info, self.memory.regions))
+        kinds = frozenset(MEMORY_TYPES)
+        worker.start(ServedReads(name, carrier, self.memory, kinds, settle_s=SETTLE_S))
+        self._worker = worker
 
     def register(self, regions: Sequence[Region]) -> None:
         worker = self._ready()
@@ -114,7 +124,8 @@ class NixlTransport(Transport):
             with worker.library() as agent:
                 for region in regions:
                     kind = MEMORY_TYPES[region.memory_kind]
-                    done[region] = peering.register(agent, region, kind)
+                    done[region] = library.register(agent, region, kind)
+                self._publish(agent)
         except worker.errors as error:
             self.memory.remove(regions)
             self._deregister(worker, done)
@@ -127,16 +138,15 @@ class NixlTransport(Transport):
         self._deregister(worker, {r: self._registered.pop(r) for r in dict.fromkeys(regions)})
 
     def agent_info(self) -> bytes:
-        with self._ready().library() as agent:
-            card = msgspec.structs.replace(self._card, metadata=agent.get_agent_metadata())
-        return seal_agent_info(self.name, msgspec.msgpack.encode(card))
+        self._ready()
+        return self._info
 
     def add_peer(self, agent_info: bytes, regions: Sequence[Region], *, timeout_s: float) -> Peer:
         deadline = time.monotonic() + timeout_s
         worker = self._ready()
-        card = peering.read_card(open_agent_info(self.name, agent_info))
+        card = read_card(open_agent_info(self.name, agent_info))
         table = RegionTable(regions)
-        peering.check_reachable(self._card, card)
+        check_reachable(self._card, card)
         try:
             with worker.library() as agent:
                 connection = worker.connections.join(agent, card.agent, card.metadata)
@@ -146,13 +156,15 @@ class NixlTransport(Transport):
                 f"{card.device!r} there lead here?"
             ) from error
         try:
-            at_once = peering.meet(worker, connection, card, deadline)
+            path = meet(worker, connection, self._card, card, deadline)
         except PeerLostError:
             worker.connections.leave(connection)
             raise
-        path = peering.lane(self._card, card, at_once)
-        can = CAPABILITIES if path == "cma" else CAPABILITIES_OVER_TCP
-        peer = NixlPeer(card.agent, table, path, can, connection)
+        alone = path in ("cma", "rdma")  # the owner's process has no part in it
+        mode = self._config.read_mode
+        served = mode == "served" or (mode == "auto" and not alone)
+        can = CAPABILITIES if alone and not served else CAPABILITIES_OVER_TCP
+        peer = NixlPeer(card.agent, table, path, can, connection, served)
         self._peers.add(peer)
         return peer
 
@@ -171,21 +183,21 @@ class NixlTransport(Transport):
         notification: bytes = b"",
     ) -> Handle:
         worker = self._ready()
-        connection = self._usable(peer)
+        mine = self._usable(peer)
         pinned = self.check_submit(op, peer, local, remote, notification)
         handle = Handle(op, peer, local.total_nbytes, pinned)
-        kinds = (MEMORY_TYPES[local.memory_kind], MEMORY_TYPES[remote.memory_kind])
-        # bytes() copies what is mutable; the arrays are copied by rows().
-        worker.enqueue(
-            Job(op, connection, rows(local), rows(remote), kinds, bytes(notification), handle)
-        )
+        served = op == "read" and mine.reads_are_served and handle.nbytes > 0
+        message = bytes(notification)  # what is mutable is copied
+        if message and not served:
+            message = seal_notification(message)
+        worker.enqueue(Job(op, mine.connection, local, remote, message, served, handle))
         return handle
 
     def notify(self, peer: Peer, payload: bytes) -> None:
         worker = self._ready()
-        connection = self._usable(peer)
+        connection = self._usable(peer).connection
         self.check_notification(peer, payload)
-        worker.notify(connection, bytes(payload))
+        worker.send(connection, seal_notification(bytes(payload)))
 
     def poll(self) -> Poll:
         self.check_process()
@@ -219,12 +231,17 @@ class NixlTransport(Transport):
             raise TransportError(f"transport 'nixl' is broken: {self._worker.crash}")
         return self._worker
 
-    def _usable(self, peer: Peer) -> Connection:
+    def _publish(self, agent: library.Agent) -> None:
+        """Renew the agent info, after what is registered has changed."""
+        card = msgspec.structs.replace(self._card, metadata=agent.get_agent_metadata())
+        self._info = seal_agent_info(self.name, msgspec.msgpack.encode(card))
+
+    def _usable(self, peer: Peer) -> NixlPeer:
         if not isinstance(peer, NixlPeer) or peer not in self._peers:
             raise PeerLostError(f"peer {peer.agent} was dropped, or belongs to another transport")
         if peer.connection.lost:
             raise PeerLostError(f"peer {peer.agent} is gone: {peer.connection.lost}")
-        return peer.connection
+        return peer
 
     def _report(self, jobs: Sequence[Job]) -> tuple[Finished, ...]:
         report = []
@@ -243,5 +260,6 @@ class NixlTransport(Transport):
             with worker.library() as agent:
                 for handle in registered.values():
                     agent.deregister_memory(handle)
+                self._publish(agent)
         except worker.errors as error:
             raise translate(error, f"unregistering {len(registered)} regions") from error

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -25,32 +26,32 @@ class Job:
     Attributes:
         op: What to do.
         connection: The remote agent.
-        local: Local pieces. Shape: [N, 3] uint64, each (address, length, device).
-        remote: Remote pieces, in the same form.
-        memory_types: NIXL's words for the memory of both sides.
-        notification: What to send with it.
+        local: Local pieces.
+        remote: Remote pieces.
+        message: What to send with it.
+        served: The owner is asked to write; otherwise NIXL does it alone.
         handle: What the caller holds; None for an operation of the driver's own.
+        then: Told how it ended, in the worker's thread.
         ended: Set when it has ended.
         state: How it ended.
         reason: Why it failed.
         request: NIXL's handle, once there is one.
         doubt: Why NIXL cannot tell whether it still moves; it then stays pending.
-        at_once: It was done when the post call returned.
     """
 
     op: Op
     connection: Connection
-    local: NDArray[np.uint64]
-    remote: NDArray[np.uint64]
-    memory_types: tuple[str, str] = ("DRAM", "DRAM")
-    notification: bytes = b""
+    local: Descriptors
+    remote: Descriptors
+    message: bytes = b""
+    served: bool = False
     handle: Handle | None = None
+    then: Callable[[State, str], object] | None = None
     ended: threading.Event = field(default_factory=threading.Event)
     state: State = State.PENDING
     reason: str = ""
     request: Request | None = None
     doubt: str = ""
-    at_once: bool = False
 
     def release(self, errors: tuple[type[Exception], ...]) -> None:
         """Give NIXL's handle back. This stops no bytes."""
@@ -63,9 +64,10 @@ class Job:
 
 
 def rows(descriptors: Descriptors) -> NDArray[np.uint64]:
-    """Copy descriptors into NIXL's form, without the pieces that move nothing.
+    """Bring descriptors into NIXL's form, without the pieces that move nothing.
 
-    A copy, since the caller may change the arrays before the worker comes to post them.
+    Returns:
+        Shape: [N, 3], each (address, length, device).
     """
     table = np.empty((len(descriptors), 3), np.uint64)
     table[:, 0] = descriptors.address

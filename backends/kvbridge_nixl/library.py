@@ -1,11 +1,11 @@
-"""The one place that imports NIXL, and what must be so before it is imported."""
+"""The one place that imports NIXL, and sees to what must be so meanwhile."""
 
 import importlib
 import importlib.util
 import logging
-import os
 import sys
 import threading
+from contextlib import AbstractContextManager
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 from typing import NamedTuple, Protocol
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvbridge.errors import TransportUnavailableError
-from kvbridge.transport import Availability
+from kvbridge.transport import Availability, Region, ucx_environment
 
 HINT = (
     "Install it with: pip install 'kvbridge[nixl]' (CUDA 13: 'kvbridge[nixl-cu13]'; without a "
@@ -24,25 +24,14 @@ HINT = (
 # The package `nixl` only chooses between these two, and imports torch to do so.
 PACKAGES = ("nixl_cu12", "nixl_cu13")
 
-# Each is set only if unset, so that the user has the last word.
-ENVIRONMENT = {
-    # The EFA module brings the system's libefa and with it a second libnl, which crashes the
-    # process when it exits. On a machine with EFA set UCX_MODULES=all.
-    "UCX_MODULES": "^efa",
-    # UCX copies within a host by CMA only if it never switches to rendezvous. NIXL asks for
-    # that too, but other users of UCX in this process set the variable, and it wins.
-    "UCX_RNDV_THRESH": "inf",
-    # The default of 8 KiB halves the speed of reads over TCP.
-    "UCX_TCP_TX_SEG_SIZE": "64k",
-    "UCX_TCP_RX_SEG_SIZE": "64k",
-    # UCX would warn about variables that are meant for another copy of it.
-    "UCX_WARN_UNUSED_ENV_VARS": "n",
-}
-
 # Our logging level, and the words for it of NIXL and UCX. All of NIXL's errors reach us as
 # exceptions, so it need not print them as well; UCX says why a device does not work.
 _LEVELS = ((logging.DEBUG, "DEBUG", "info"), (logging.INFO, "WARN", "warn"))
 _QUIET = ("FATAL", "error")
+
+# How long NIXL's own thread sleeps when nothing moves. By default it never does, which takes a
+# whole core from the engine, for each agent.
+PROGRESS_DELAY_US = 100
 
 _loading = threading.Lock()
 
@@ -102,16 +91,28 @@ class Library(NamedTuple):
 
     def make_agent(self, name: str, device: str, num_threads: int) -> Agent:
         """Start an agent with the UCX backend on one network device."""
-        sync = self.api.nixl_thread_sync_t.NIXL_THREAD_SYNC_RW
-        agent = self.api.nixl_agent(name, self.api.nixl_agent_config(backends=[], sync_mode=sync))
         # NIXL's own list of devices is for RDMA only: it appends a port to each name. This way
         # UCX_NET_DEVICES has precedence, which NixlConfig.chosen_device() takes care of.
         parameters = {"engine_config": f"NET_DEVICES={device}"}
         if num_threads:
             parameters["num_threads"] = str(num_threads)
-        agent.create_backend("UCX", parameters)
+        # NIXL's wrapper has no option for the delay, so the agent inside is replaced while it is
+        # still empty.
+        config = self.bindings.nixlAgentConfig()
+        config.useProgThread = True
+        config.pthrDelay = PROGRESS_DELAY_US
+        config.syncMode = self.bindings.NIXL_THREAD_SYNC_RW
+        with _environment():
+            agent = self.api.nixl_agent(name, self.api.nixl_agent_config(backends=[]))
+            agent.agent = self.bindings.nixlAgent(name, config)
+            agent.create_backend("UCX", parameters)
         made: Agent = agent
         return made
+
+
+def register(agent: Agent, region: Region, memory_type: str = "DRAM") -> object:
+    """Register one region with NIXL; returns what deregisters it."""
+    return agent.register_memory([(region.address, region.nbytes, region.device, "")], memory_type)
 
 
 def availability() -> Availability:
@@ -135,11 +136,11 @@ def load() -> Library:
     package = _chosen(_installed())
     with _loading:
         ours_to_tame = package not in sys.modules
-        _prepare_environment()
         raise_exceptions = logging.raiseExceptions
         try:
-            api = importlib.import_module(f"{package}._api")
-            bindings = importlib.import_module(f"{package}._bindings")
+            with _environment():
+                api = importlib.import_module(f"{package}._api")
+                bindings = importlib.import_module(f"{package}._bindings")
         except (ImportError, OSError) as error:
             raise TransportUnavailableError(
                 f"{package} is installed but cannot be loaded: {error}.",
@@ -169,11 +170,10 @@ def _chosen(installed: list[str]) -> str:
     return wanted if wanted in installed else installed[0]
 
 
-def _prepare_environment() -> None:
+def _environment() -> AbstractContextManager[None]:
     level = logging.getLogger("kvbridge_nixl").getEffectiveLevel()
     nixl, ucx = next((words[1:] for words in _LEVELS if level <= words[0]), _QUIET)
-    for name, value in {**ENVIRONMENT, "NIXL_LOG_LEVEL": nixl, "UCX_LOG_LEVEL": ucx}.items():
-        os.environ.setdefault(name, value)
+    return ucx_environment(NIXL_LOG_LEVEL=nixl, UCX_LOG_LEVEL=ucx)
 
 
 def _tame_logging(raise_exceptions: bool) -> None:

@@ -17,7 +17,9 @@ from kvbridge.transport.base import (
     TransportConfig,
 )
 from kvbridge.transport.capabilities import Capabilities
+from kvbridge.transport.carried import tcp_nbytes_sent
 from kvbridge.transport.descriptors import Descriptors
+from kvbridge.transport.environment import UCX_VARIABLES, ucx_environment
 from kvbridge.transport.frame import open_agent_info, seal_agent_info
 from kvbridge.transport.memory import LocalMemory, RegionTable
 from kvbridge.transport.registry import (
@@ -27,22 +29,35 @@ from kvbridge.transport.registry import (
     get_transport,
     open_transport,
 )
+from kvbridge.transport.served import Carrier, Ended, Link, ServedReads
+from kvbridge.transport.served_wire import open_notification, seal_notification
+from kvbridge.transport.wrappers import Fault, Faults, FaultyTransport, Record, RecordingTransport
 
 __all__ = [
     "TRANSPORT_API_VERSION",
+    "UCX_VARIABLES",
     "Availability",
     "Capabilities",
+    "Carrier",
     "Descriptors",
+    "Ended",
+    "Fault",
+    "Faults",
+    "FaultyTransport",
     "Finished",
     "Handle",
+    "Link",
     "LocalMemory",
     "Notification",
     "Op",
     "Path",
     "Peer",
     "Poll",
+    "Record",
+    "RecordingTransport",
     "Region",
     "RegionTable",
+    "ServedReads",
     "State",
     "Transport",
     "TransportChoice",
@@ -51,7 +66,11 @@ __all__ = [
     "check_transport",
     "get_transport",
     "open_agent_info",
+    "open_notification",
     "open_transport",
     "parse_config",
     "seal_agent_info",
+    "seal_notification",
+    "tcp_nbytes_sent",
+    "ucx_environment",
 ]
