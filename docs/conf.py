@@ -75,7 +75,7 @@ def rules_in_words() -> Iterator[str]:
         yield ""
 
 
-def write_rules(app: Sphinx, docname: str, source: list[str]) -> None:
+def write_rules(_app: Sphinx, docname: str, source: list[str]) -> None:
     """Put the rules into the page that asks for them."""
     if docname == "reference/conformance":
         source[0] = source[0].replace("{{ rules }}", "\n".join(rules_in_words()))

@@ -22,7 +22,10 @@ EXIT_UNREAD = 128 + signal.SIGPIPE
 """Whoever read the output went away."""
 
 _COMMANDS = {
+    "bench": "Measure how fast transports move bytes between two processes of this machine.",
+    "conformance": "Try a transport against the numbered rules that KVBridge relies on.",
     "demo": "Prefill on one engine, decode on another of any shape, and compare.",
+    "new-transport": "Write a project for a transport of your own; its tests say what is missing.",
     "plan": "Show who would read what from whom, and in how many copies, without any engine.",
     "transports": "List every transport, whether it can run here, and what would change that.",
 }
@@ -37,7 +40,9 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
             return None
-        command: click.Command = importlib.import_module(f"kvbridge.cli.{cmd_name}").command
+        command: click.Command = importlib.import_module(
+            f"kvbridge.cli.{cmd_name.replace('-', '_')}"
+        ).command
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -61,6 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit status.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if sys.stdout is None:
+        click.echo("kvbridge: error: standard output is closed; open it, say to a file", err=True)
+        return EXIT_MISTAKE
     try:
         return _run(words)
     except (KeyboardInterrupt, click.Abort):
@@ -69,6 +77,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         _forget_output()
         return EXIT_UNREAD
+    except SystemExit as error:
+        # What rich makes of a reader that went away, after it has forgotten the output itself.
+        if isinstance(error.__context__, BrokenPipeError):
+            return EXIT_UNREAD
+        raise
     except OSError as error:
         # The machine's fault, not the program's: a full disk, too many open files.
         _forget_output()
@@ -89,8 +102,7 @@ def _run(words: list[str]) -> int:
         return EXIT_MISTAKE
     except click.exceptions.Exit as error:
         status = error.exit_code
-    if sys.stdout is not None:
-        sys.stdout.flush()
+    sys.stdout.flush()
     return status if isinstance(status, int) else 0
 
 
@@ -100,7 +112,7 @@ def _forget_output() -> None:
 
 
 def _complain(words: Sequence[str], kind: str, message: str) -> None:
-    line = " ".join(message.split())
+    line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(message.split()))
     if "--json" in words or _asks_for_json(words):
         click.echo(json.dumps({"error": kind, "message": line}))
     else:

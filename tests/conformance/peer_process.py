@@ -1,22 +1,20 @@
-"""Agents for the tests, in this process or in one of their own that can be told what to do.
+"""Agents for tests of one transport: in this process, to look inside, or in one of their own.
 
-Bytes are placed and looked at with numpy, never through the transport under test.
+What every transport must do is in ``kvbridge.testing``, which these are made of.
 """
 
-import multiprocessing
-import os
 import signal
-import threading
-import time
-from collections.abc import Mapping, Sequence
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
-from numpy.typing import NDArray
 
-from kvbridge.errors import KVBridgeError
+from kvbridge.testing import TransportHarness
+from kvbridge.testing.memory import GUARD_NBYTES, GUARD_VALUE, SharedMemory, pattern
+from kvbridge.testing.poller import Poller
+from kvbridge.testing.process import AgentProcess, Pending
+from kvbridge.testing.remote import RemoteAgent, RemotePeer
 from kvbridge.transport import (
     Descriptors,
     Finished,
@@ -25,12 +23,11 @@ from kvbridge.transport import (
     Op,
     Peer,
     Region,
-    Transport,
     open_transport,
 )
 
-GUARD_NBYTES = 4096
-GUARD_VALUE = 0xA5
+__all__ = ["PATIENCE_S", "Agent", "Arena", "PeerProcess", "Pieces", "pattern", "pieces_at"]
+
 PATIENCE_S = 20.0
 
 Pieces = Sequence[tuple[int, int]]
@@ -54,26 +51,21 @@ class Arena:
         return bool((low == GUARD_VALUE).all() and (high == GUARD_VALUE).all())
 
 
-def pattern(seed: int, nbytes: int) -> NDArray[np.uint8]:
-    """Return bytes that look random and are the same for everyone."""
-    return np.frombuffer(np.random.default_rng(seed).bytes(nbytes), np.uint8)
-
-
 def pieces_at(address: int, pieces: Pieces) -> Descriptors:
     """Return descriptors of pieces of the arena at an address."""
     array = np.array(pieces, np.uint64).reshape(-1, 2)
     return Descriptors(array[:, 0] + np.uint64(address), array[:, 1])
 
 
-class Agent:
-    """A transport with an arena, its one peer, and what poll has returned so far."""
+class Agent(Poller):
+    """A transport of this process, with an arena."""
 
     def __init__(self, name: str, nbytes: int, options: Mapping[str, Any] | None = None) -> None:
-        self.transport: Transport = open_transport({"transport": name, "options": options or {}})
+        super().__init__(
+            open_transport({"transport": name, "options": options or {}}), knows_all=False
+        )
         self.arena = Arena(nbytes)
         self.transport.register([self.arena.region])
-        self.finished: dict[Handle, Finished] = {}
-        self.notifications: list[Notification] = []
 
     @property
     def address_card(self) -> tuple[bytes, tuple[Region, ...]]:
@@ -94,115 +86,18 @@ class Agent:
             notification,
         )
 
-    def pump(self) -> None:
-        finished, notifications = self.transport.poll()
-        for entry in finished:
-            if entry.handle in self.finished:
-                raise RuntimeError(f"operation {entry.handle.id} was reported twice")
-            self.finished[entry.handle] = entry
-        self.notifications.extend(notifications)
-
     def wait(self, handle: Handle, timeout_s: float = PATIENCE_S) -> Finished:
-        deadline = time.monotonic() + timeout_s
-        while handle not in self.finished:
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"operation {handle.id} is pending after {timeout_s} s")
-            self.pump()
-            time.sleep(0)
-        return self.finished[handle]
+        return super().wait(handle, timeout_s)
 
     def wait_notifications(self, count: int, timeout_s: float = PATIENCE_S) -> list[Notification]:
-        deadline = time.monotonic() + timeout_s
-        while len(self.notifications) < count and time.monotonic() < deadline:
-            self.pump()
-            time.sleep(0)
-        taken, self.notifications = self.notifications, []
-        return taken
+        return super().wait_notifications(count, timeout_s)
 
     def close(self) -> tuple[Region, ...]:
         return self.transport.close()
 
 
-class _Commands:
-    """What the process of a peer can be told."""
-
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
-        self._peer: Peer | None = None
-
-    def fill(self, seed: int, nbytes: int) -> None:
-        self._agent.arena.fill(seed, nbytes)
-
-    def dump(self, offset: int, nbytes: int) -> bytes:
-        return self._agent.arena.data[offset : offset + nbytes].tobytes()
-
-    def guards_intact(self) -> bool:
-        return self._agent.arena.guards_intact()
-
-    def notifications(self, count: int, timeout_s: float = PATIENCE_S) -> list[tuple[str, bytes]]:
-        return [
-            (sender, payload)
-            for sender, payload in self._agent.wait_notifications(count, timeout_s)
-        ]
-
-    def dump_at_notification(self, offset: int, nbytes: int) -> bytes:
-        if not self._agent.wait_notifications(1):
-            raise KVBridgeError("no notification came")
-        return self.dump(offset, nbytes)
-
-    def add_peer(self, info: bytes, regions: tuple[Region, ...]) -> str:
-        self._peer = self._agent.add((info, regions))
-        return self._peer.agent
-
-    def transfer(self, op: Op, local: Pieces, remote: Pieces, notification: bytes) -> str:
-        if self._peer is None:
-            raise KVBridgeError("add_peer comes first")
-        handle = self._agent.submit(op, self._peer, local, remote, notification)
-        return self._agent.wait(handle).state.value
-
-    def transfer_for_ever(self, op: Op, local: Pieces, remote: Pieces) -> None:
-        while True:
-            self.transfer(op, local, remote, b"")
-
-    def resources(self) -> tuple[int, int]:
-        return resources()
-
-    def hang(self) -> None:
-        threading.Event().wait()
-
-
-def resources() -> tuple[int, int]:
-    """Return how many file descriptors and threads this process has."""
-    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))  # noqa: PTH208
-
-
-def _serve(
-    pipe: Connection, name: str, nbytes: int, options: Mapping[str, Any], polls_when_idle: bool
-) -> None:
-    agent = Agent(name, nbytes, options)
-    commands = _Commands(agent)
-    pipe.send((True, agent.address_card))
-    while True:
-        if not pipe.poll(0.001):
-            if polls_when_idle:
-                agent.pump()
-            continue
-        try:
-            command, *args = pipe.recv()
-        except EOFError:
-            break  # whoever started this process has ended
-        if command == "exit":
-            break
-        try:
-            answer = (True, getattr(commands, command)(*args))
-        except (KVBridgeError, TimeoutError) as error:
-            answer = (False, f"{type(error).__name__}: {error}")
-        pipe.send(answer)
-    agent.close()
-
-
 class PeerProcess:
-    """A process with an agent, a transport and an arena of its own."""
+    """An agent in a process of its own that can be told what to do."""
 
     def __init__(
         self,
@@ -212,40 +107,44 @@ class PeerProcess:
         *,
         polls_when_idle: bool = True,
     ) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self.process = context.Process(
-            target=_serve, args=(theirs, name, nbytes, options or {}, polls_when_idle), daemon=True
-        )
-        self.process.start()
-        theirs.close()
-        self.address_card: tuple[bytes, tuple[Region, ...]] = self.finish()
+        self._memory = SharedMemory.make()
+        self.process = AgentProcess(TransportHarness(name), self._memory, None)
+        self.agent = RemoteAgent(self.process, nbytes, PATIENCE_S)
+        self.agent.open(options or {}, polls_when_idle=polls_when_idle)
+        self.agent.register(self.agent.region)
+        self.address_card = self.agent.agent_info(), self.agent.registered
+        self._peer: RemotePeer | None = None
+        self._pending: Callable[[], Any] = lambda: None
+        self._commands: dict[str, Callable[..., Callable[[], Any]]] = {
+            "add_peer": self._add_peer,
+            "dump": lambda offset, nbytes: lambda: self._dump(offset, nbytes),
+            "fill": self._fill,
+            "notifications": self._notifications,
+            "transfer": self._transfer,
+            "transfer_for_ever": self._transfer_for_ever,
+        }
 
     def start(self, command: str, *args: Any) -> None:
         """Tell it to do something, without waiting."""
-        self._pipe.send((command, *args))
+        self._pending = self._commands[command](*args)
 
-    def finish(self, timeout_s: float = 2 * PATIENCE_S) -> Any:
+    def finish(self) -> Any:
         """Return what the command returned that was started last."""
-        if not self._pipe.poll(timeout_s):
-            raise TimeoutError(f"the peer process did not answer in {timeout_s} s")
-        ok, value = self._pipe.recv()
-        if not ok:
-            raise RuntimeError(value)
-        return value
+        return self._pending()
 
     def call(self, command: str, *args: Any) -> Any:
         self.start(command, *args)
         return self.finish()
 
     def signal(self, number: signal.Signals) -> None:
-        os.kill(self.process.pid or 0, number)
+        self.process.signal(number)
+
+    def is_alive(self) -> bool:
+        return self.process.exit_code is None
 
     def kill(self) -> None:
         """End it the hard way: nothing is cleaned up."""
         self.process.kill()
-        self.process.join(PATIENCE_S)
-        self._pipe.close()
 
     def __enter__(self) -> Self:
         return self
@@ -256,14 +155,50 @@ class PeerProcess:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._pipe.closed:
-            return
-        try:
-            self.start("exit")
-            self.process.join(PATIENCE_S)
-        except OSError:
-            pass
-        code = self.process.exitcode
-        self.kill()
-        if kind is None and code != 0:
+        code = 0
+        if not self.process.dead and kind is None:
+            self.agent.close()
+            code = self.process.exit()
+        self.process.close()
+        self._memory.close()
+        if code:
             raise RuntimeError(f"the peer process ended with status {code}")
+
+    def _result(self, pending: Pending) -> Any:
+        return pending.result(2 * PATIENCE_S)
+
+    def _fill(self, seed: int, nbytes: int) -> Callable[[], None]:
+        self.agent.data[:nbytes] = pattern(seed, nbytes)
+        return lambda: None
+
+    def _dump(self, offset: int, nbytes: int) -> bytes:
+        return self.agent.data[offset : offset + nbytes].tobytes()
+
+    def _notifications(
+        self, count: int, timeout_s: float = PATIENCE_S
+    ) -> Callable[[], list[tuple[str, bytes]]]:
+        pending = self.agent.start("take_notifications", count, timeout_s)
+        return lambda: [(sender, payload) for sender, payload in self._result(pending)[0]]
+
+    def _add_peer(self, info: bytes, regions: tuple[Region, ...]) -> Callable[[], str]:
+        self._regions = regions
+        self._peer = self.agent.add_peer_as(self.agent, info, regions)
+        name = self._peer.agent
+        return lambda: name
+
+    def _submit_args(self, op: Op, local: Pieces, remote: Pieces) -> tuple[Any, ...]:
+        if self._peer is None:
+            raise RuntimeError("add_peer comes first")
+        there = pieces_at(self._regions[0].address, remote)
+        return op, self._peer.id, self.agent.pieces(local), there
+
+    def _transfer(
+        self, op: Op, local: Pieces, remote: Pieces, notification: bytes
+    ) -> Callable[[], str]:
+        args = self._submit_args(op, local, remote)
+        handle = self.agent.call("submit", *args, notification)
+        return lambda: str(self.agent.wait(handle).state.value)
+
+    def _transfer_for_ever(self, op: Op, local: Pieces, remote: Pieces) -> Callable[[], None]:
+        pending = self.agent.start("transfer_for_ever", *self._submit_args(op, local, remote), 1)
+        return lambda: self._result(pending)

@@ -1,0 +1,133 @@
+"""CONC: many things at once."""
+
+from kvbridge.testing.bench import MIB, Bench
+from kvbridge.testing.memory import pattern
+from kvbridge.testing.rules import rule
+from kvbridge.testing.violations import expect, expect_bytes
+from kvbridge.transport import State
+
+BOTH = ("processes", "threads")
+
+
+class ConcurrencyRules:
+    """CONC."""
+
+    @rule(
+        "CONC-01",
+        "Two agents may act on each other at the same time, and each gets its own bytes.",
+        needs=("dram",),
+        placements=BOTH,
+        tiers=("quick", "full"),
+    )
+    def test_both_ways(self, bench: Bench) -> None:
+        here, there, op = bench.here, bench.there, bench.any_op()
+        back = there.add_peer(here)
+        nbytes = bench.fit(4 * MIB)
+        low, high = [(0, nbytes)], [(8 * MIB, nbytes)]
+        for seed in range(bench.rounds(5, 50)):
+            for agent, salt in ((here, 0), (there, 500)):
+                agent.data[: 16 * MIB] = 0xEE
+                agent.data[:nbytes] = pattern(seed + salt, nbytes)
+            # Each takes the other's low memory into its own high memory, or the other way round.
+            local, remote = (high, low) if op == "read" else (low, high)
+            calls = [
+                (here, here.submit(op, bench.peer, local, remote)),
+                (there, there.submit(op, back, local, remote)),
+            ]
+            for agent, handle in calls:
+                agent.finish(handle, f"a {op} while the peer does the same")
+            for agent, other in ((here, there), (there, here)):
+                expect_bytes(
+                    f"memory after {op}s both ways",
+                    agent.data[8 * MIB : 8 * MIB + nbytes],
+                    other.data[:nbytes],
+                )
+
+    @rule(
+        "CONC-02",
+        "Operations with several peers in turn each reach the peer that was meant.",
+        needs=("dram",),
+    )
+    def test_several_owners(self, bench: Bench) -> None:
+        op = bench.any_op()
+        agent, owners = bench.agent(), [bench.agent() for _ in range(3)]
+        peers = [agent.add_peer(owner) for owner in owners]
+        size, count = bench.fit(3001), 60
+        agent.data[:] = pattern(9, MIB)
+        for number, owner in enumerate(owners):
+            owner.data[:] = pattern(number, MIB)
+        models = [owner.data.copy() for owner in owners]
+        model = agent.data.copy()
+        handles: list[int] = []
+        for k in range(count):
+            piece = slice(k * size, (k + 1) * size)
+            if op == "read":
+                model[piece] = models[k % 3][piece]
+            else:
+                models[k % 3][piece] = model[piece]
+            if len(handles) == (bench.can.inflight_max or count):
+                agent.finish(handles.pop(0), f"a {op} with one of three peers")
+            pieces = [(k * size, size)]
+            handles.append(agent.submit(op, peers[k % 3], pieces, pieces))
+        for handle in handles:
+            agent.finish(handle, f"a {op} with one of three peers")
+        expect_bytes(f"memory here after {op}s with three peers", agent.data, model)
+        for owner, wanted in zip(owners, models, strict=True):
+            expect_bytes(f"memory of one of three owners after {op}s", owner.data, wanted)
+
+    @rule(
+        "CONC-03",
+        "Several agents may act on one owner at the same time.",
+        needs=("dram",),
+    )
+    def test_several_actors(self, bench: Bench) -> None:
+        op = bench.any_op()
+        owner, agents = bench.agent(4 * MIB), [bench.agent(4 * MIB) for _ in range(3)]
+        peers = [agent.add_peer(owner) for agent in agents]
+        owner.data[:] = pattern(9, 4 * MIB)
+        nbytes = bench.fit(MIB)
+        calls = []
+        for number, (agent, peer) in enumerate(zip(agents, peers, strict=True)):
+            agent.data[:] = pattern(number, 4 * MIB)
+            pieces = [(number * MIB, nbytes)]
+            calls.append(
+                agent.start("submit", op, peer.id, agent.pieces(pieces), owner.pieces(pieces))
+            )
+        for agent, call in zip(agents, calls, strict=True):
+            agent.finish(call.result(bench.harness.patience_s), f"a {op} beside two others")
+        for number, agent in enumerate(agents):
+            part = slice(number * MIB, number * MIB + nbytes)
+            expect_bytes(f"memory after {op}s of three agents", agent.data[part], owner.data[part])
+
+    @rule(
+        "CONC-04",
+        "A peer may be added in one thread while another thread submits and polls.",
+    )
+    def test_add_peer_beside_traffic(self, bench: Bench) -> None:
+        agent, owner = bench.agent(), bench.agent()
+        peer, there = agent.add_peer(owner), bench.there
+        info = there.agent_info()
+        for _ in range(bench.rounds(20, 20)):
+            adding = agent.start("add_peer", info, there.registered, bench.harness.patience_s)
+            for op in bench.declared_ops():
+                bench.move(op, [(0, 100_000)], [(0, 100_000)], agent=agent, peer=peer)
+            agent.call("poll_for", 0.002)
+            met = adding.result(bench.harness.patience_s + 10)
+            agent.call("drop_peer", met.id)
+
+    @rule(
+        "CONC-05",
+        "poll never waits: not for bytes on their way, and not for messages that do not come.",
+    )
+    def test_poll_does_not_wait(self, bench: Bench) -> None:
+        here, handles = bench.here, []
+        nbytes = bench.fit(32 * MIB)
+        for op in bench.declared_ops():
+            handles += [
+                here.submit(op, bench.peer, [(0, nbytes)], [(0, nbytes)])
+                for _ in range(min(4, (bench.can.inflight_max or 8) // 2 or 1))
+            ]
+        took = here.call("poll_for", 0.3)
+        expect(took < 0.05, f"the median poll took {took:.3f} s, may take 0.05 at most")
+        for handle in handles:
+            expect(here.wait(handle).state is State.DONE, "an operation failed under polling")

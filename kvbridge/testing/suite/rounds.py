@@ -1,0 +1,46 @@
+"""What rules about leaks have in common."""
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from kvbridge.testing.process import AgentProcess
+from kvbridge.testing.violations import expect
+
+SLACK = {"descriptors": 3, "threads": 2, "private_kib": 8 << 10}
+"""What may come and go on its own, whatever the number of rounds."""
+
+WARM_UP_ROUNDS = 8
+SETTLE_S = 5.0
+SHARED_FILES = Path("/dev/shm")  # noqa: S108  (looked at, not written to)
+
+
+def check_rounds(
+    one_round: Callable[[], None], processes: Sequence[AgentProcess], count: int
+) -> None:
+    """Break the rule where processes hold more after many rounds than after a few."""
+    for _ in range(WARM_UP_ROUNDS):
+        one_round()
+    time.sleep(0.2)
+    before = [process.resources() for process in processes]
+    files = _files()
+    for _ in range(count):
+        one_round()
+    deadline = time.monotonic() + SETTLE_S
+    while True:
+        grown = [
+            word
+            for process, was in zip(processes, before, strict=True)
+            for word in process.resources().grown_since(was, SLACK)
+        ]
+        new = _files() - files
+        if len(new) >= count:  # others may have made a few meanwhile
+            grown.append(f"shared memory was left behind, such as {min(new)}")
+        if not grown or time.monotonic() > deadline:
+            break
+        time.sleep(0.1)  # what is let go may take a moment to end
+    expect(not grown, f"after {count} more rounds: {', '.join(grown)}")
+
+
+def _files() -> set[str]:
+    return {file.name for file in SHARED_FILES.iterdir()} if SHARED_FILES.is_dir() else set()
