@@ -1,0 +1,6 @@
+"""The transport ``sockets`` for KVBridge."""
+
+from kvbridge_sockets.config import SocketsConfig
+from kvbridge_sockets.driver import SocketsTransport
+
+__all__ = ["SocketsConfig", "SocketsTransport"]
