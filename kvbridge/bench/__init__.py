@@ -1,7 +1,16 @@
 """How fast a transport moves bytes between two processes of this machine."""
 
-from kvbridge.bench.cases import Case, Layout, Measurement, quartiles
+from kvbridge.bench.cases import Case, Layout, Measurement, Quartiles, quartiles
 from kvbridge.bench.measure import measure
 from kvbridge.bench.pair import BenchError, Pair
 
-__all__ = ["BenchError", "Case", "Layout", "Measurement", "Pair", "measure", "quartiles"]
+__all__ = [
+    "BenchError",
+    "Case",
+    "Layout",
+    "Measurement",
+    "Pair",
+    "Quartiles",
+    "measure",
+    "quartiles",
+]
