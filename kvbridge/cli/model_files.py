@@ -18,10 +18,12 @@ A file is one JSON object::
 files in ``models/`` are the presets.
 """
 
+import codecs
 import difflib
+import re
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -30,7 +32,18 @@ from kvbridge.errors import ConfigError
 # The upper bounds are far above any model; they keep a slip of the keyboard from running for hours.
 Positive = Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
 
-ITEM_BYTES = {"float8_e4m3": 1, "bfloat16": 2, "float16": 2, "float32": 4}
+FILE_MAX_BYTES = 1 << 20
+
+ITEM_BYTES = {
+    "bfloat16": 2,
+    "float16": 2,
+    "float32": 4,
+    "float8_e4m3": 1,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int8": 1,
+    "uint8": 1,
+}
 
 
 class _Kind(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind"):
@@ -114,39 +127,50 @@ class NoCache(_Kind, frozen=True, tag="none"):
 
 
 LayerKind = Attention | SlidingWindow | Chunked | Latent | GatedDeltaNet | Mamba2 | NoCache
+KINDS: dict[str, type[LayerKind]] = {
+    str(kind.__struct_config__.tag): kind
+    for kind in (Attention, SlidingWindow, Chunked, Latent, GatedDeltaNet, Mamba2, NoCache)
+}
 
 
 class ModelFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the layers of a model cache.
 
     Attributes:
-        name: Name of the model.
-        source: Where its figures were published.
-        dtype: Element type of everything that is cached.
+        name: Name of the model; up to 100 characters, all of which can be shown.
+        source: Where its figures were published, in characters that can be shown.
+        dtype: Element type of everything that is cached, a key of ``ITEM_BYTES``.
         layers: Number of layers.
         pattern: Kind of each layer, by its name in ``kinds``; repeated as often as needed.
         kinds: The kinds of layers.
     """
 
-    name: str
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=100)]
     source: str
-    dtype: Literal["float8_e4m3", "bfloat16", "float16", "float32"]
+    dtype: str
     layers: Annotated[int, msgspec.Meta(ge=1, le=10_000)]
     pattern: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
     kinds: dict[str, LayerKind]
 
     def __post_init__(self) -> None:
-        """Refuse patterns that name kinds which do not exist, and models without a cache.
+        """Refuse words that mean nothing or cannot be shown, and models without a cache.
 
         Raises:
             ValueError: It is one of these.
         """
+        for field in ("name", "source"):
+            if not getattr(self, field).isprintable():
+                raise ValueError(f"{field} {getattr(self, field)!r} holds control characters")
+        if self.dtype not in ITEM_BYTES:
+            raise ValueError(
+                f"dtype {self.dtype!r} is unknown; known: {', '.join(sorted(ITEM_BYTES))}"
+            )
         for name in self.pattern:
             if name not in self.kinds:
                 raise ValueError(
-                    f"pattern names {name!r}, kinds has only: {', '.join(sorted(self.kinds))}"
+                    f"pattern names {name!r}, kinds has only: "
+                    f"{', '.join(sorted(self.kinds)) or 'nothing'}"
                 )
-
         cached = self.pattern[: self.layers]
         if all(isinstance(self.kinds[name], NoCache) for name in cached):
             raise ValueError("pattern: no layer caches anything")
@@ -170,9 +194,11 @@ def load_model(name: str) -> ModelFile:
     """
     if name.endswith(".json"):
         try:
-            return _decode(Path(name).read_bytes(), name)
+            with Path(name).open("rb") as file:
+                text = file.read(FILE_MAX_BYTES + 1)
         except OSError as error:
             raise ConfigError(f"cannot read model {name}: {error.strerror}") from error
+        return _decode(text, name)
     known = known_models()
     if name not in known:
         close = difflib.get_close_matches(name, known, n=1)
@@ -184,7 +210,38 @@ def load_model(name: str) -> ModelFile:
 
 
 def _decode(text: bytes, where: str) -> ModelFile:
+    if len(text) > FILE_MAX_BYTES:
+        raise ConfigError(f"model {where} has more than {FILE_MAX_BYTES:,} bytes; is it a model?")
+    if text.startswith((codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise ConfigError(f"model {where} starts with a byte order mark; save it as plain UTF-8")
     try:
-        return msgspec.json.decode(text, type=ModelFile)
+        content = msgspec.json.decode(text)
     except msgspec.MsgspecError as error:
         raise ConfigError(f"model {where}: {error}") from error
+    if isinstance(content, dict) and isinstance(content.get("kinds"), dict):
+        kinds = {
+            name: _kind(kind, f"model {where}: kinds[{name!r}]")
+            for name, kind in content["kinds"].items()
+        }
+        content = {**content, "kinds": kinds}
+    return _convert(content, ModelFile, f"model {where}")
+
+
+def _kind(content: Any, where: str) -> LayerKind:
+    tag = content.get("kind") if isinstance(content, dict) else content
+    if not isinstance(content, dict) or not isinstance(tag, str) or tag not in KINDS:
+        raise ConfigError(f"{where}: kind {tag!r} is unknown; known: {', '.join(KINDS)}")
+    return _convert(content, KINDS[tag], where)
+
+
+_T = TypeVar("_T")
+
+
+def _convert(content: Any, wanted: type[_T], where: str) -> _T:
+    """Check decoded JSON; what is refused is named with its value."""
+    try:
+        return msgspec.convert(content, wanted)
+    except msgspec.ValidationError as error:
+        field = re.search(r"`\$\.(\w+)`$", str(error))
+        value = f", which is {content[field[1]]!r:.40}" if field and field[1] in content else ""
+        raise ConfigError(f"{where}: {error}{value}") from error

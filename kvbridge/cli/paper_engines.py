@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from kvbridge.cli.model_files import (
     Attention,
     GatedDeltaNet,
@@ -78,19 +80,19 @@ class PaperEngine:
             dcp_size=self.shape.dcp,
         )
 
-    def tables(self, *, scattered: bool, only: int | None = None) -> list[BlockTable]:
+    def tables(self, only: int, *, scattered: bool) -> list[BlockTable]:
         """Return the block tables of a request.
 
         Args:
-            scattered: No two blocks are neighbours; otherwise all are.
             only: The one cache group whose blocks are listed; those of the others are null.
+            scattered: No two blocks are neighbours; otherwise all are.
         """
         step = 2 if scattered else 1
         tables = []
         for group, name in enumerate(self.group_kinds):
             count = 1 if _is_state(self.model.kinds[name]) else self.blocks
-            ids = range(0, count * step, step) if only in (None, group) else [_NULL] * count
-            tables.append(BlockTable(list(ids), null_block_id=_NULL))
+            ids = np.arange(count) * step if group == only else np.full(count, _NULL)
+            tables.append(BlockTable(ids, null_block_id=_NULL))
         return tables
 
 
@@ -98,6 +100,11 @@ def _check(name: str, model: ModelFile, shape: PaperShape) -> None:
     if shape.pp * shape.tp > RANKS_MAX:
         raise ConfigError(
             f"{name}: tp={shape.tp} times pp={shape.pp} is more than {RANKS_MAX} ranks"
+        )
+    if shape.dcp == 1 and shape.interleave > 1:
+        raise ConfigError(
+            f"{name}: interleave={shape.interleave} says how dcp ranks share out the tokens, but "
+            "dcp=1; leave it out, or give dcp"
         )
     if shape.pp > model.layers:
         raise ConfigError(

@@ -27,17 +27,36 @@ _SHAPE_HELP = (
 )
 
 
+def _once(_context: click.Context, option: click.Parameter, given: tuple[str, ...]) -> str:
+    """Refuse an option that is given twice, or without anything."""
+    if len(given) != 1:
+        raise click.BadParameter(f"given {len(given)} times; give it once", param=option)
+    if not given[0]:
+        raise click.BadParameter("is empty; give it a value", param=option)
+    return given[0]
+
+
 @click.command("plan")
-@click.option("--prefill", required=True, metavar="SHAPE", help=f"The producer, {_SHAPE_HELP}.")
-@click.option("--decode", required=True, metavar="SHAPE", help="The consumer, in the same words.")
 @click.option(
-    "--model", required=True, help=f"{', '.join(known_models())}, or a path to FILE.json."
-)
+    "--prefill", required=True, multiple=True, callback=_once, metavar="SHAPE",
+    help=f"The producer, {_SHAPE_HELP}.",
+)  # fmt: skip
+@click.option(
+    "--decode", required=True, multiple=True, callback=_once, metavar="SHAPE",
+    help="The consumer, in the same words.",
+)  # fmt: skip
+@click.option(
+    "--model", required=True, multiple=True, callback=_once,
+    help=f"{', '.join(known_models())}, or a path to FILE.json.",
+)  # fmt: skip
 @click.option(
     "--direction", default="read", show_default=True, type=click.Choice(["read", "write"]),
     help="Whether decode ranks read or prefill ranks write; the bytes are the same.",
 )  # fmt: skip
-@click.option("--rank", metavar="PP,TP", help="Plan for one rank of the side that acts.")
+@click.option(
+    "--rank", metavar="PP,TP",
+    help="Plan for one rank only, of decode or, with --direction write, of prefill.",
+)  # fmt: skip
 @click.option(
     "--tokens", default=1000, show_default=True, type=click.IntRange(1, TOKENS_MAX),
     help="Tokens of the request.",
@@ -46,13 +65,15 @@ _SHAPE_HELP = (
     "--format", "form", default="table", show_default=True,
     type=click.Choice(["table", "json", "svg"]), help="A text, data or a picture.",
 )  # fmt: skip
-@click.option("--output", type=click.Path(path_type=Path), help="A file instead of the screen.")
+@click.option("--output", metavar="FILE", help="A file instead of the screen.")
 def command(**given: Any) -> None:
     """Show who reads what from whom, and in how many copies.
 
     Two engines are imagined, planned for as if they had shaken hands, and the plans are lowered
     for one request. Nothing runs and no memory is needed.
     """
+    if given["output"] == "":
+        raise ConfigError("--output is empty; name the file to write")
     model = load_model(given["model"])
     prefill, decode = (
         PaperEngine(name, model, _shape(name, given[name]), given["tokens"])
@@ -65,7 +86,7 @@ def command(**given: Any) -> None:
     text = StringIO()
     _write(report, given["form"], Console(file=text, width=_FILE_COLUMNS))
     try:
-        given["output"].write_text(text.getvalue(), encoding="utf-8")
+        Path(given["output"]).write_text(text.getvalue(), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {given['output']}: {error.strerror}") from error
 

@@ -43,7 +43,7 @@ def show(report: PlanReport, console: Console) -> None:
     for form, meaning in FORMS.items():
         if form in forms:
             say(f"a copy of form {form!r}: {meaning}")
-    say(f"tells without bytes: {_silent(report)}")
+    say(f"without bytes: {_silent(report)}")
     say(f"reports that each {'prefill' if reads else 'decode'} rank hears: {_readers(report)}")
 
 
@@ -91,8 +91,8 @@ def _copies(copies: Copies) -> tuple[str, str, str]:
 
 
 def _silent(report: PlanReport) -> str:
-    told = [f"{_rank(r.rank)} {_ranks(r.notify_only)}" for r in report.ranks if r.notify_only]
-    return "; ".join(told) or "nobody"
+    told = [f"{_rank(r.rank)} tells {_ranks(r.notify_only)}" for r in report.ranks if r.notify_only]
+    return "; ".join(told) or "nobody is told"
 
 
 def _readers(report: PlanReport) -> str:

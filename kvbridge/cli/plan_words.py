@@ -52,8 +52,8 @@ def words_of_share(share: Share) -> str:
 def words_of_bytes(nbytes: int) -> str:
     """Return a number of bytes with a unit: ``"19.5 MiB"``."""
     value = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024 or unit == "GiB":
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB"):
+        if value < 1024 or unit == "PiB":
             break
         value /= 1024
     return f"{value:.4g} {unit}"

@@ -4,6 +4,9 @@ from dataclasses import dataclass, fields
 
 from kvbridge.demo.shape import EngineShape
 
+NUMBER_MAX = 1_000_000
+"""Far above any engine; keeps a slip of the keyboard from running for hours."""
+
 
 @dataclass(frozen=True, slots=True)
 class PaperShape(EngineShape):
@@ -18,6 +21,22 @@ class PaperShape(EngineShape):
     pages_per_block: int = 1
     dcp: int = 1
     interleave: int = 1
+
+    def __post_init__(self) -> None:
+        """Refuse values that make no engine.
+
+        Raises:
+            ValueError: If a number is below 1 or above all reason, or a word is not among those
+                allowed.
+        """
+        EngineShape.__post_init__(self)
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, int) and value > NUMBER_MAX:
+                raise ValueError(
+                    f"engine shape: {field.name}={value} is not possible; allowed: a whole number "
+                    f"from 1 to {NUMBER_MAX:,}"
+                )
 
     def __str__(self) -> str:
         """Return the text that ``parse`` reads, without rare keys that keep their default."""

@@ -7,13 +7,15 @@ engine's sharding is ever assumed from its sizes.
 import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import Any, ClassVar
 from weakref import WeakValueDictionary
 
 from kvbridge.errors import UnsupportedLayoutError
 from kvbridge.model.memory import Region
 
-GROUP_KINDS = ("attention", "sliding_window", "chunked", "mla", "state")
+WINDOW_KINDS = ("sliding_window", "chunked")
+GROUP_KINDS = ("attention", *WINDOW_KINDS, "mla", "state")
 
 LayerKey = tuple[int, str]
 Rank = tuple[int, int]
@@ -58,11 +60,15 @@ class CacheComponent:
 
     def __post_init__(self) -> None:
         """Refuse grids that no tensor can have."""
-        if self.cell_bytes < 1 or self.offset < 0 or self.unit_count < 1 or self.token_count < 1:
+        if (
+            min(self.cell_bytes, self.unit_count, self.token_count) < 1
+            or min(self.offset, self.unit_stride, self.token_stride) < 0
+        ):
             raise UnsupportedLayoutError(
                 f"component {self.name!r}: cell_bytes {self.cell_bytes}, unit_count "
-                f"{self.unit_count} and token_count {self.token_count} must be >= 1, "
-                f"offset {self.offset} >= 0"
+                f"{self.unit_count} and token_count {self.token_count} must be >= 1, offset "
+                f"{self.offset}, unit_stride {self.unit_stride} and token_stride "
+                f"{self.token_stride} >= 0"
             )
         if self.unit_start < 0 or self.unit_end > self.unit_total:
             raise UnsupportedLayoutError(
@@ -151,6 +157,7 @@ class LayerCache:
 
     def __post_init__(self) -> None:
         """Refuse layers whose pages are no pages."""
+        _keep_tuples(self, "components")
         what = f"layer {self.layer} {self.name!r}"
         if self.layer < 0 or self.group < 0 or self.base_address < 0 or self.page_count < 1:
             raise UnsupportedLayoutError(
@@ -180,18 +187,27 @@ class LayerCache:
         return start, start + (self.page_count - 1) * self.page_stride + component.span
 
 
+def _keep_tuples(value: object, *names: str) -> None:
+    """Turn lists into tuples, so that the value can be hashed and nobody changes it later."""
+    for name in names:
+        if isinstance(getattr(value, name), list):
+            object.__setattr__(value, name, tuple(getattr(value, name)))
+
+
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
     """Layers that share one block table.
 
     Attributes:
         kind: ``"attention"``, ``"sliding_window"``, ``"chunked"``, ``"mla"`` or ``"state"``.
-        block_tokens: Tokens of one logical block, the unit of the block table.
+        block_tokens: Tokens of one logical block, the unit of the block table. Where ranks share
+            out the tokens of a sequence, those of its own that a rank keeps in a block.
         pages_per_block: Kernel pages that one logical block is made of.
-        window_tokens: Tokens that a window or chunk keeps; only for those kinds.
+        window_tokens: Tokens that a window or chunk keeps, or None for all; only for those kinds.
 
     Raises:
-        UnsupportedLayoutError: An unknown kind, or a size below 1.
+        UnsupportedLayoutError: An unknown kind, a size below 1 or that is no whole number, or a
+            window of a kind that has none.
     """
 
     kind: str
@@ -205,6 +221,15 @@ class CacheGroup:
             raise UnsupportedLayoutError(
                 f"cache group kind {self.kind!r} is unknown; known: {', '.join(GROUP_KINDS)}"
             )
+        try:
+            for name in ("block_tokens", "pages_per_block", "window_tokens"):
+                value = getattr(self, name)
+                if type(value) is not int and value is not None:
+                    object.__setattr__(self, name, index(value))
+        except TypeError:
+            raise UnsupportedLayoutError(
+                f"cache group {self.kind!r}: {name} is {value!r}; it must be a whole number"
+            ) from None
         if self.block_tokens < 1 or self.pages_per_block < 1:
             raise UnsupportedLayoutError(
                 f"cache group {self.kind!r}: block_tokens {self.block_tokens} and "
@@ -213,6 +238,11 @@ class CacheGroup:
         if self.window_tokens is not None and self.window_tokens < 1:
             raise UnsupportedLayoutError(
                 f"cache group {self.kind!r}: window_tokens {self.window_tokens} must be >= 1"
+            )
+        if self.window_tokens is not None and self.kind not in WINDOW_KINDS:
+            raise UnsupportedLayoutError(
+                f"cache group {self.kind!r} has window_tokens {self.window_tokens}, which only "
+                f"{' and '.join(WINDOW_KINDS)} have; leave it out, or choose one of those kinds"
             )
 
 
@@ -276,6 +306,7 @@ class RankCache(_HasGeometry):
 
     def __post_init__(self) -> None:
         """Refuse caches that contradict themselves."""
+        _keep_tuples(self, "layers", "groups", "regions")
         if min(self.pp_rank, self.tp_rank) < 0:
             raise UnsupportedLayoutError(
                 f"rank ({self.pp_rank}, {self.tp_rank}) of engine {self.engine_id!r} is negative"

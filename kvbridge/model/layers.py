@@ -43,7 +43,7 @@ def attention_layer(
 
     Raises:
         UnsupportedLayoutError: The axes do not spell the tensor, the content is not contiguous,
-            or K and V differ in more than their content.
+            or K and V differ in more than their content, or overlap.
     """
     if isinstance(tensor, tuple | list):
         spelled = tuple(_Spelled(view_of(t), axes, name) for t in tensor)
@@ -51,6 +51,7 @@ def attention_layer(
     else:
         spelled = (_Spelled(view_of(tensor), axes, name),)
         base, pages, parts = _together(spelled[0], name)
+    _check_apart(parts, name)
     components = tuple(
         CacheComponent(
             name=part.name,
@@ -244,3 +245,38 @@ def _apart(tensors: tuple[_Spelled, ...], name: str) -> _Layout:
         for p, t in zip("kv", tensors, strict=True)
     ]
     return base, k.pages, parts
+
+
+def _check_apart(parts: list[_Part], name: str) -> None:
+    """Refuse K and V that step through memory alike and meet, such as one tensor given twice."""
+    if len(parts) < 2:
+        return
+    k, v = parts
+    axes = [sorted(((p.of.stride[a], p.of.size[a]) for a in p.of.axes if a in "BHN"), reverse=True)
+            for p in parts]  # fmt: skip
+    if axes[0] == axes[1] and _meet(v.offset - k.offset, axes[0], k.cell_bytes, v.cell_bytes):
+        raise UnsupportedLayoutError(
+            f"layer {name!r}: K and V overlap, V begins {v.offset - k.offset} bytes behind K; give "
+            "each its own memory"
+        )
+
+
+def _meet(distance: int, axes: list[tuple[int, int]], before: int, behind: int) -> bool:
+    """Whether a grid of cells and the same grid some bytes further on have bytes in common.
+
+    Args:
+        distance: How many bytes further on.
+        axes: ``(stride, count)`` of each axis, the largest stride first.
+        before: Bytes of the first grid's cells.
+        behind: Bytes of the second grid's cells.
+    """
+    if not axes:
+        return -behind < distance < before
+    (stride, count), *inner = axes
+    if count == 1:
+        return _meet(distance, inner, before, behind)
+    # What the inner axes span is at most a stride, so only the two nearest steps come close.
+    return any(
+        abs(step) < count and _meet(distance - step * stride, inner, before, behind)
+        for step in (distance // stride, distance // stride + 1)
+    )

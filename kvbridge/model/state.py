@@ -128,8 +128,9 @@ def mamba_layer(
     if blocks != (ssm_view.strides[0], ssm_view.shape[0]):
         raise UnsupportedLayoutError(
             f"layer {name!r}: (stride, number) of blocks is {blocks} of the convolution and "
-            f"{(ssm_view.strides[0], ssm_view.shape[0])} of the temporal state; one block table "
-            "serves both, so they must be equal"
+            f"{(ssm_view.strides[0], ssm_view.shape[0])} of the temporal state; both must be views "
+            "of one buffer in which a block holds the two, so that one stride leads from block to "
+            "block of either"
         )
     components = (
         *_conv_components(conv_view, name, conv_pieces, conv_order, conv_view.address - base),

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvbridge.errors import PlanError
 from kvbridge.model import CacheGroup, Rank, RankCache
 from kvbridge.plan.pieces import Seams, merge_runs
-from kvbridge.plan.shape import Pattern, PlanShape, SourceShape, shape_of
+from kvbridge.plan.shape import Pattern, PlanShape, SourceShape, check_caches, shape_of
 from kvbridge.plan.values import Grid, Int64Array, Pagings
 
 if TYPE_CHECKING:
@@ -90,7 +91,8 @@ class Binding:
         local_blocks: Logical blocks that this rank has, for each local cache group.
         remote_blocks: Logical blocks that every source has, for each remote cache group.
         destination_is_local: Whether this rank's memory is written.
-        groups: The cache groups of this engine.
+        local_groups: The cache groups of this engine.
+        remote_groups: The cache groups of the other engine.
     """
 
     shape: PlanShape
@@ -99,7 +101,8 @@ class Binding:
     local_blocks: Mapping[int, int]
     remote_blocks: Mapping[int, int]
     destination_is_local: bool
-    groups: tuple[CacheGroup, ...]
+    local_groups: tuple[CacheGroup, ...]
+    remote_groups: tuple[CacheGroup, ...]
 
     @cached_property
     def ranks(self) -> tuple[RankBinding, ...]:
@@ -116,6 +119,13 @@ def bind_plan(
         PlanError: The caches have another shape than the plan.
         CoverageError: The plan moves units that a rank does not hold.
     """
+    check_caches(local, {"remotes": remotes})
+    unknown = sorted(remotes.keys() - plan.readers.keys())
+    if unknown:
+        raise PlanError(
+            f"the plan knows remote ranks {sorted(plan.readers)}, got also {unknown[:8]}; make a "
+            "new plan for this engine"
+        )
     shape = plan.binding.shape if plan.binding else None
     if shape is None or not shape.fits(local, remotes):
         shape = shape_of(plan, local, remotes)
@@ -132,7 +142,8 @@ def bind_plan(
             (remotes[source.rank], source.remote_groups) for source in shape.sources
         ),
         destination_is_local=plan.direction == "read",
-        groups=plan.local_groups,
+        local_groups=plan.local_groups,
+        remote_groups=plan.remote_groups,
     )
 
 

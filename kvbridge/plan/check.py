@@ -9,6 +9,7 @@ import numpy as np
 from kvbridge.errors import CoverageError, PlanError
 from kvbridge.model import Rank
 from kvbridge.plan.shares import TokenShare, period_of
+from kvbridge.plan.values import RegionPlan
 
 if TYPE_CHECKING:
     from kvbridge.plan.plan import EngineTransferPlan
@@ -31,7 +32,8 @@ def check_plan(plan: "EngineTransferPlan") -> None:
 
     Raises:
         CoverageError: They do not; the message names the layer, component, range and ranks.
-        PlanError: The plan names a cache group that it does not have.
+        PlanError: The plan names a cache group or a rank that it does not have, or a grid that is
+            none.
     """
     needed: dict[_Target, list[tuple[int, int]]] = defaultdict(list)
     for need in plan.needs:
@@ -42,6 +44,7 @@ def check_plan(plan: "EngineTransferPlan") -> None:
     for source in plan.sources:
         for region in source.regions:
             _check_groups(plan, region.local.group, region.remote.group)
+            _check_grids(region)
             rank = plan.local_rank if reading else source.rank
             written[rank, region.layer, region.name, region.component].append(
                 _Written(
@@ -54,6 +57,29 @@ def check_plan(plan: "EngineTransferPlan") -> None:
     asked = [source.rank for source in plan.sources]
     for target in sorted(needed.keys() | written.keys()):
         _check_target(target, needed[target], written[target], asked, reading)
+    for told in (*asked, *plan.notify_only):
+        if told not in plan.readers:
+            raise PlanError(
+                f"the plan has to do with remote rank {told}, but its readers are those of "
+                f"{sorted(plan.readers)}; every remote rank has readers"
+            )
+
+
+def _check_grids(region: RegionPlan) -> None:
+    """Refuse grids whose numbers contradict each other; JSON bounds each of them by itself."""
+    for grid in (region.local, region.remote):
+        share = grid.share
+        if region.cell_bytes < 1 or share.rank >= share.size:
+            raise PlanError(
+                f"layer {region.key}, component {region.component!r}: cells of "
+                f"{region.cell_bytes} bytes, of token share {share.rank} of {share.size}; cells "
+                "have bytes, and shares are counted from 0"
+            )
+        if (grid.moves == "state") != (grid.page_tokens == 0):
+            raise PlanError(
+                f"layer {region.key}, component {region.component!r}: {grid.moves} move in pages "
+                f"of {grid.page_tokens} tokens; state has 0, everything else 1 or more"
+            )
 
 
 def _check_groups(plan: "EngineTransferPlan", local: int, remote: int) -> None:
@@ -80,10 +106,16 @@ def _check_target(
     for start, end in itertools.pairwise(cuts):
         due = sum(a <= start and end <= b for a, b in needed)
         writers = [w for w in written if w.unit_start <= start and end <= w.unit_end]
-        if due > 1 or bool(due) != bool(writers) or not _once(writers, reading):
+        if due > 1:
             raise CoverageError(
-                f"{what}: units [{start}, {end}) must be written {min(due, 1)} times and would be "
-                f"written {len(writers)} times, by ranks "
+                f"{what}: units [{start}, {end}) are listed {due} times among what must be "
+                "written; each is needed once"
+            )
+        wrong = _wrongly_written(due, writers, reading)
+        if wrong:
+            raise CoverageError(
+                f"{what}: units [{start}, {end}){wrong.where} must be written {wrong.due} times "
+                f"and would be written {wrong.times} times, by ranks "
                 f"{[f'{w.source}{w.shares[1]}' for w in writers]} of those asked {asked}"
             )
     for w in written:
@@ -93,17 +125,29 @@ def _check_target(
             )
 
 
-def _once(writers: list[_Written], reading: bool) -> bool:
-    """Whether several writers write every token of the destination exactly once.
+class _Wrong(NamedTuple):
+    """How often something must be written, and how often it would be."""
+
+    where: str
+    due: int
+    times: int
+
+
+def _wrongly_written(due: int, writers: list[_Written], reading: bool) -> _Wrong | None:
+    """Return what several writers do not write as often as they must, every token once.
 
     A producer that writes sees only its own part of what a consumer needs; whether all parts make
     up the whole was seen to when the owners were found.
     """
-    if not reading or all(share.is_whole for w in writers for share in w.shares):
-        return len(writers) <= 1
+    if not reading or not due or all(share.is_whole for w in writers for share in w.shares):
+        return None if due == len(writers) else _Wrong("", due, len(writers))
     tokens = period_of(*(share for w in writers for share in w.shares))
-    due = writers[0].shares[0].holds(tokens)
+    held = writers[0].shares[0].holds(tokens)
     times = np.zeros(tokens.size, np.int64)
     for here, there in (w.shares for w in writers):
         times += here.holds(tokens) & there.holds(tokens)
-    return bool((times == due).all())
+    wrong = np.flatnonzero(times != held)
+    if not wrong.size:
+        return None
+    token = int(wrong[0])
+    return _Wrong(f" of token {token}", int(held[token]), int(times[token]))

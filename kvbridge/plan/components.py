@@ -1,11 +1,12 @@
 """Pairing the components of one layer, and how each side steps through it."""
 
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from kvbridge.errors import PlanError, UnsupportedLayoutError
-from kvbridge.model import CacheComponent, LayerCache, RankCache
+from kvbridge.model import CacheComponent, LayerCache, LayerKey, RankCache
 from kvbridge.plan.ownership import token_share
-from kvbridge.plan.values import Grid, Moves
+from kvbridge.plan.values import Grid, Moves, Need
 
 ComponentPair = tuple[CacheComponent, CacheComponent]
 
@@ -80,6 +81,27 @@ def _in_rows(component: CacheComponent, like: CacheComponent) -> CacheComponent:
     return replace(
         component, cell_bytes=like.cell_bytes, token_count=rows, token_stride=like.cell_bytes
     )
+
+
+def needs_of(cache: RankCache, parts: Mapping[LayerKey, Collection[str]]) -> list[Need]:
+    """Return what a consumer needs of some layers, which is all that it announces.
+
+    Args:
+        cache: The consumer.
+        parts: The layers, and the components that move of each; where K and V move apart, a joint
+            cell is two needs.
+    """
+    needs = []
+    for layer in cache.layers:
+        if layer.key not in parts:
+            continue
+        for c in layer.components:
+            apart = c.name == "kv" and "kv" not in parts[layer.key]
+            needs += [
+                Need(cache.rank, *layer.key, name, c.unit_start, c.unit_end)
+                for name in (("k", "v") if apart else (c.name,))
+            ]
+    return needs
 
 
 def grid_of(cache: RankCache, layer: LayerCache, component: CacheComponent) -> Grid:

@@ -2,21 +2,28 @@
 
 import hashlib
 from collections import defaultdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from kvbridge.errors import PlanError, UnsupportedLayoutError
 from kvbridge.model import CacheGroup, LayerKey, Rank
 from kvbridge.plan.cost import copies_of, costs_of
-from kvbridge.plan.values import Direction, Grid, Need, PlanOptions, RankPlan, RegionPlan
+from kvbridge.plan.values import (
+    Direction,
+    Grid,
+    Need,
+    NotNegative,
+    PlanOptions,
+    Positive,
+    RankPlan,
+    RegionPlan,
+)
 
 if TYPE_CHECKING:
     from kvbridge.plan.plan import EngineTransferPlan
 
 DOCUMENT_VERSION = 1
-
-GridIndex = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class _Regions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -25,8 +32,8 @@ class _Regions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     component: str
     units: tuple[int, int]
     cell_bytes: int
-    local: GridIndex
-    remote: GridIndex
+    local: NotNegative
+    remote: NotNegative
     layers: tuple[LayerKey, ...]
 
 
@@ -44,7 +51,7 @@ class _Needs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class _Reader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rank: Rank
-    count: int
+    count: Positive
 
 
 class _Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -173,10 +180,16 @@ def explain(plan: "EngineTransferPlan") -> str:
         for r in source.regions:
             key = (r.component, r.unit_start, r.unit_end, r.cell_bytes, r.local, r.remote)
             patterns[key].append(r)
-        lines += (f"    {len(alike)} layers, {_words(alike[0])}" for alike in patterns.values())
+        lines += (
+            f"    {len(alike)} layers, each {_words(alike[0])}" for alike in patterns.values()
+        )
     direct, staged = costs_of(plan)
     lines.append(f"  a remote page of everything, direct: {direct}")
-    lines.append(f"  the same, staged: {staged}; the plan is {plan.strategy}")
+    how = ": lower_staged() does that, lower() is always direct"
+    lines.append(
+        f"  the same, staged: {staged}; the plan is {plan.strategy}"
+        f"{how if plan.strategy == 'staged' else ''}"
+    )
     if plan.notify_only:
         lines.append(f"  tells without bytes: {list(plan.notify_only)}")
     if plan.left_out:
@@ -186,21 +199,13 @@ def explain(plan: "EngineTransferPlan") -> str:
     return "\n".join(lines)
 
 
-_FORMS = {
-    "pages": "pages are alike",
-    "runs": "one run of tokens per unit",
-    "rows": "one run of units per token",
-    "cells": "cell by cell",
-}
-
-
 def _words(region: RegionPlan) -> str:
-    """Say how many pieces the smaller of two pages takes."""
+    """Say how many copies of which form the smaller of two pages takes."""
     copies = copies_of(region)
     tokens = min(region.local.cells, region.remote.cells)
     what = {"tokens": f"{tokens} tokens", "pages": "a page", "state": "a state"}
     return (
         f"{region.component} units [{region.unit_start}, {region.unit_end}): "
         f"{copies.number} pieces of {copies.nbytes} bytes for {what[region.local.moves]} "
-        f"({_FORMS[copies.form]})"
+        f"({copies.form})"
     )

@@ -1,6 +1,6 @@
 """From two engines' caches to the plan of one rank."""
 
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 
 from kvbridge.errors import PlanError, UnsupportedLayoutError
@@ -13,7 +13,7 @@ from kvbridge.model import (
     RankCache,
     TransferTopology,
 )
-from kvbridge.plan.components import check_pair, component_of, grid_of
+from kvbridge.plan.components import check_pair, component_of, grid_of, needs_of
 from kvbridge.plan.ownership import (
     Edge,
     EdgeGroup,
@@ -22,6 +22,7 @@ from kvbridge.plan.ownership import (
     holdings_of,
 )
 from kvbridge.plan.plan import EngineTransferPlan
+from kvbridge.plan.shape import check_caches
 from kvbridge.plan.values import Direction, Grid, Need, PlanOptions, RankPlan, RegionPlan
 
 KNOWN_PLANS_MAX = 128
@@ -45,7 +46,11 @@ def generate_engine_transfer_plan(
     of one shape share one plan: for the second of them, only its addresses are looked at.
 
     Args:
-        topology: The local rank's place in its engine.
+        topology: The local rank's place in its engine. Its engine id and ranks must be those of
+            ``local``, its sizes those of ``local_engine`` or of the split that is assumed. The rest
+            (``block_size``, ``total_num_kv_heads``, ``is_mla``, ``is_mamba``, ``dcp_size``) is
+            neither used nor compared: what the caches announce counts, and in models with several
+            kinds of layers no single number fits them all.
         local: What the local rank holds.
         remotes: Every rank of the other engine by ``(pp_rank, tp_rank)``.
         local_engine: Every rank of our own engine; without it an even contiguous split of our
@@ -56,10 +61,11 @@ def generate_engine_transfer_plan(
 
     Raises:
         CoverageError: Something that the consumer needs is held by nobody.
-        PlanError: The caches contradict each other, the topology or the options.
+        PlanError: The caches contradict each other, the options, or the ranks and sizes of the
+            topology.
         UnsupportedLayoutError: The caches cannot be brought together.
     """
-    options = options or PlanOptions()
+    options = PlanOptions() if options is None else options
     _check_inputs(topology, local, remotes, local_engine, direction, options)
     key = (
         topology.tp_size,
@@ -136,6 +142,10 @@ def _check_inputs(
     direction: str,
     options: PlanOptions,
 ) -> None:
+    _check_type("topology", topology, TransferTopology)
+    _check_type("options", options, PlanOptions)
+    engines = {"remotes": remotes, "local_engine": {} if local_engine is None else local_engine}
+    check_caches(local, engines)
     if direction not in ("read", "write"):
         raise PlanError(f"direction {direction!r} is unknown; known: read, write")
     if (options.strategy, direction) == ("staged", "write"):
@@ -163,6 +173,11 @@ def _check_inputs(
             raise PlanError(
                 f"local_engine has (pp, tp) sizes {_shape(local_engine)}, the topology {expected}"
             )
+
+
+def _check_type(name: str, value: object, wanted: type) -> None:
+    if not isinstance(value, wanted):
+        raise PlanError(f"{name} is {value!r:.80}; pass {wanted.__name__}(...)")
 
 
 def _shape(caches: Mapping[Rank, RankCache]) -> tuple[int, int]:
@@ -248,20 +263,11 @@ def _needs(local: RankCache, groups: list[EdgeGroup], reading: bool) -> tuple[Ne
     """
     needs: list[Need] = []
     if reading:
-        served = {key for group in groups for key in group.layers}
-        parts: dict[LayerKey, set[str]] = defaultdict(set)
+        parts: dict[LayerKey, set[str]] = {key: set() for group in groups for key in group.layers}
         for group, edge in _local_edges(groups, local, reading):
             for key in group.layers:
                 parts[key].add(edge.component)
-        for layer in local.layers:
-            if layer.key not in served:
-                continue
-            for c in layer.components:
-                names = ("k", "v") if c.name == "kv" and "kv" not in parts[layer.key] else (c.name,)
-                needs += (
-                    Need(local.rank, layer.layer, layer.name, name, c.unit_start, c.unit_end)
-                    for name in names
-                )
+        needs += needs_of(local, parts)
     else:
         for group, edge in _local_edges(groups, local, reading):
             needs += (

@@ -18,6 +18,7 @@ from kvbridge.plan.values import (
     RankPlan,
     ReadSpec,
     TransferBatch,
+    whole_number,
 )
 
 if TYPE_CHECKING:
@@ -52,20 +53,20 @@ def segments_for(
     """Check a request, and return what finds the segments of a pattern; each is worked out once.
 
     Raises:
-        BlockTableError: The range runs backwards, or a cache group has no table.
+        BlockTableError: The range runs backwards, or there is not one table for each cache group.
     """
-    check_range(start, end)
+    start, end = checked_range(start, end)
     local = Side("local", local_tables, binding.local_blocks, binding.destination_is_local)
     remote = Side("remote", remote_tables, binding.remote_blocks, not binding.destination_is_local)
-    for side in (local, remote):
-        check_table_count(side.name, side.tables, side.blocks)
+    for side, groups in ((local, binding.local_groups), (remote, binding.remote_groups)):
+        check_tables(side.name, side.tables, side.blocks, len(groups))
     known: dict[int, Segments] = {}
 
     def segments_of(pattern: Pattern | WholePages) -> Segments:
         key = id(pattern.pagings)  # one object where they are equal
         if key not in known:
             here = pattern.local
-            first = first_token_needed(binding.groups[here.group], start, end)
+            first = first_token_needed(binding.local_groups[here.group], start, end)
             if here.moves == "pages":  # a window may begin within one, which then moves whole
                 first = max(start, local.page_start(here, first, end))
             known[key] = segments_between(local, remote, here, pattern.remote, first, end)
@@ -74,28 +75,48 @@ def segments_for(
     return segments_of
 
 
-def check_range(start: int, end: int) -> None:
-    """Refuse ranges of tokens that run backwards.
+def checked_range(start: int, end: int) -> tuple[int, int]:
+    """Return a range of tokens as Python's numbers.
 
     Raises:
-        BlockTableError: The range is none.
+        BlockTableError: The range is none, or runs backwards.
     """
+    start, end = whole_number("start_token", start), whole_number("end_token", end)
     if not 0 <= start <= end:
         raise BlockTableError(
             f"tokens [{start}, {end}) are no range; give 0 <= start_token <= end_token"
         )
+    return start, end
 
 
-def check_table_count(name: str, tables: Sequence[BlockTable], groups: Iterable[int]) -> None:
-    """Refuse a list of tables that lacks one for a group that moves.
+def check_tables(name: str, tables: object, moving: Iterable[int], groups: int) -> None:
+    """Refuse lists that are not one table for each cache group.
+
+    Args:
+        name: Which side's tables they are, for messages.
+        tables: The list; only tables of groups at its end that do not move may be left out.
+        moving: Cache groups that move.
+        groups: Number of cache groups.
 
     Raises:
-        BlockTableError: It does.
+        BlockTableError: Something else is listed, too much, or too little.
     """
-    missing = [group for group in groups if group >= len(tables)]
+    listed = tables if isinstance(tables, Sequence) else (None,)
+    for table in listed:
+        if not isinstance(table, BlockTable):
+            raise BlockTableError(
+                f"the {name} block tables are {tables!r:.80}; pass a list with one "
+                "BlockTable(block_ids) for each cache group, such as [BlockTable([3, 1])]"
+            )
+    if len(listed) > groups:
+        raise BlockTableError(
+            f"{len(listed)} {name} block tables given, the {name} engine has {groups} cache "
+            "groups; pass one table for each cache group, in their order"
+        )
+    missing = [group for group in moving if group >= len(listed)]
     if missing:
         raise BlockTableError(
-            f"{len(tables)} {name} block tables given, none for cache groups {missing}; "
+            f"{len(listed)} {name} block tables given, none for cache groups {missing}; "
             "pass one table for each cache group, in their order"
         )
 
@@ -267,7 +288,7 @@ def read_specs(
     end: int,
 ) -> list[ReadSpec]:
     """List which blocks of each remote rank meet which of ours."""
-    check_range(start, end)
+    start, end = checked_range(start, end)
     specs = []
     for source in plan.sources:
         ids = []
@@ -275,7 +296,7 @@ def read_specs(
             ("local", local_tables, plan.local_groups, _grids(source, "local")),
             ("remote", remote_tables, plan.remote_groups, _grids(source, "remote")),
         ):
-            check_table_count(name, tables, sorted(used))
+            check_tables(name, tables, sorted(used), len(groups))
             ids.append(
                 tuple(
                     _ids_between(tables[g], used[g], first_token_needed(group, start, end), end)

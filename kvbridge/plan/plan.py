@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
-from kvbridge.errors import UnboundPlanError, UnsupportedLayoutError
+from kvbridge.errors import PlanError, UnboundPlanError, UnsupportedLayoutError
 from kvbridge.model import CacheGroup, LayerKey, Rank, RankCache
 from kvbridge.plan import document
 from kvbridge.plan.binding import Binding, bind_plan
@@ -22,6 +22,7 @@ from kvbridge.plan.values import (
     RankPlan,
     ReadSpec,
     TransferBatch,
+    whole_number,
 )
 
 
@@ -113,8 +114,12 @@ class EngineTransferPlan:
     def bind(self, local: RankCache, remotes: Mapping[Rank, RankCache]) -> "EngineTransferPlan":
         """Return the plan bound to the addresses of two engines of this shape.
 
+        Args:
+            local: What this rank holds; as a consumer no more than the plan fills.
+            remotes: Every rank of the other engine; those that carry no bytes may be left out.
+
         Raises:
-            PlanError: The caches have another shape than the plan.
+            PlanError: The caches have another shape than the plan, or hold what it leaves empty.
             CoverageError: A piece lies outside the memory that a rank announced.
         """
         bound = replace(self, binding=bind_plan(self, local, remotes))
@@ -132,8 +137,10 @@ class EngineTransferPlan:
     ) -> list[TransferBatch]:
         """Turn block tables into arrays of addresses.
 
-        Moves the tokens ``start_token <= t < end_token``. Pieces that touch on both sides are
-        merged. Remote ranks with nothing to move are left out.
+        Moves the tokens ``start_token <= t < end_token``, each piece straight to its place:
+        ``strategy`` is a matter of ``lower_staged`` alone. Pieces that touch on both sides are
+        merged. Remote ranks with nothing to move are left out. A state moves whenever the
+        destination's table lists its block, even if the range is empty.
 
         Args:
             local_tables: One table for each local cache group.
@@ -175,9 +182,16 @@ class EngineTransferPlan:
             UnboundPlanError: The plan has no addresses.
             UnsupportedLayoutError: The plan writes: the consumer alone can rearrange.
             BlockTableError: A table does not cover the range, or lists impossible blocks.
+            PlanError: The staging address is no address.
         """
         if self.binding is None:
             raise UnboundPlanError("the plan has no addresses; bind it to two engines' caches")
+        staging = whole_number("staging_address", staging_address)
+        if not 0 <= staging < 1 << 63:
+            raise PlanError(
+                f"staging_address {staging:#x} is none; addresses are from 0 to 2**63 - 1: pass "
+                "that of registered memory"
+            )
         if self.direction == "write":
             raise UnsupportedLayoutError(
                 "a plan that writes has no staged form: what arrives is rearranged by the "
@@ -187,7 +201,7 @@ class EngineTransferPlan:
         if self.strategy == "direct":
             batches = self.lower(*tables, start_token=start_token, end_token=end_token)
             return StagedTransfer(batches, Rearrangement.nothing(), 0)
-        return lower_staged_plan(self.binding, *tables, (start_token, end_token), staging_address)
+        return lower_staged_plan(self.binding, *tables, (start_token, end_token), staging)
 
     def read_specs(
         self,

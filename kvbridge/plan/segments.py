@@ -7,7 +7,7 @@ need no case of their own (reports B05, B07, B08, B09, B20).
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -197,14 +197,20 @@ class Side:
         within = (share.before(start) - origin) % grid.page_tokens
         return int(share.tokens(np.array(share.before(start) - within)))
 
-    def state_block(self, grid: Grid) -> int | None:
+    def state_block(self, grid: Grid, start: int, end: int) -> int | None:
         """Return the block that a state group's table lists, if any.
 
         Raises:
-            BlockTableError: The table lists several blocks, or an impossible one.
+            BlockTableError: The table lists several blocks, an impossible one, or has no entry at
+                all though tokens ``[start, end)`` should move to it.
         """
         table = self.tables[grid.group]
-        ids = self._integers(table, len(table.block_ids), grid.group)
+        ids = self._integers(table, grid.group).astype(np.int64, copy=False)
+        if not ids.size and self.is_destination and start < end:
+            raise BlockTableError(
+                f"{self.what(grid.group)} is empty, but tokens [{start}, {end}) come with a state; "
+                "list the block that takes it, or the null block if none does"
+            )
         real = np.unique(ids if table.null_block_id is None else ids[ids != table.null_block_id])
         if real.size > 1:
             raise BlockTableError(
@@ -213,6 +219,20 @@ class Side:
             )
         self._check_ids(grid.group, real)
         return int(real[0]) if real.size else None
+
+    def refuse_null(self, grid: Grid, token: int) -> NoReturn:
+        """Say that a token must move which this side's table has no block for.
+
+        Raises:
+            BlockTableError: Always.
+        """
+        table, share = self.tables[grid.group], grid.share
+        place = share.before(token) - share.before(table.start_token)
+        raise BlockTableError(
+            f"{self.what(grid.group)} has a null block for token {token}, which must move: entry "
+            f"{place // (grid.page_tokens * grid.pages_per_block)} is {table.null_block_id}, the "
+            "destination is a real block; list the block that holds the token, or move fewer tokens"
+        )
 
     def _blocks(
         self, grid: Grid, table: BlockTable, place: tuple[int, int], tokens: tuple[int, int]
@@ -230,37 +250,50 @@ class Side:
             return np.empty(0, np.int64)
         block_tokens = grid.page_tokens * grid.pages_per_block
         needed = -(-last // block_tokens)
-        if first < 0 or needed > len(table.block_ids):
+        listed = self._integers(table, grid.group)
+        if first < 0 or needed > listed.size:
             step = block_tokens * grid.share.size
-            covered = table.start_token + len(table.block_ids) * step
+            covered = table.start_token + listed.size * step
             raise BlockTableError(
                 f"{self.what(grid.group)} covers tokens [{table.start_token}, {covered}) in "
-                f"{len(table.block_ids)} blocks of {step}; tokens [{tokens[0]}, {tokens[1]}) must "
+                f"{listed.size} blocks of {step}; tokens [{tokens[0]}, {tokens[1]}) must "
                 "move; list every block that holds them"
             )
-        ids = self._integers(table, needed, grid.group)
+        ids = listed[:needed].astype(np.int64, copy=False)
         real = ids if table.null_block_id is None else ids[ids != table.null_block_id]
         self._check_ids(grid.group, real)
         return ids
 
-    def _integers(self, table: BlockTable, count: int, group: int) -> Int64Array:
-        ids: NDArray[Any] = np.asarray(table.block_ids)
+    def _integers(self, table: BlockTable, group: int) -> NDArray[Any]:
+        try:
+            ids: NDArray[Any] = np.asarray(table.block_ids)
+        except ValueError as error:  # lists of unequal lengths
+            raise BlockTableError(f"{self.what(group)} must list integers: {error}") from error
         if ids.size and (ids.ndim != 1 or ids.dtype.kind not in "iu"):
+            self._check_sizes(table, group)
             raise BlockTableError(
                 f"{self.what(group)} must list integers, got {ids.dtype} {ids.shape}"
             )
-        return ids[:count].astype(np.int64, copy=False)
+        return ids
+
+    def _check_sizes(self, table: BlockTable, group: int) -> None:
+        """Name a whole number that 64 bits do not hold, instead of what numpy makes of it."""
+        large = [i for i in table.block_ids if type(i) is int and not -(1 << 63) <= i < 1 << 63]
+        if large:
+            raise self._no_block(group, large[0])
+
+    def _no_block(self, group: int, block: int) -> BlockTableError:
+        return BlockTableError(
+            f"{self.what(group)} lists block {block}; blocks 0 to "
+            f"{self.blocks[group] - 1} exist; pass the engine's own block ids"
+        )
 
     def _check_ids(self, group: int, real: Int64Array) -> None:
         if not real.size:
             return
         limit = self.blocks[group]
         if np.maximum.reduce(real.view(np.uint64)) >= limit:  # negative ones are large as these
-            wrong = real[(real < 0) | (real >= limit)][0]
-            raise BlockTableError(
-                f"{self.what(group)} lists block {wrong}; blocks 0 to "
-                f"{limit - 1} exist; pass the engine's own block ids"
-            )
+            raise self._no_block(group, real[(real < 0) | (real >= limit)][0])
         if not self.is_destination:
             return
         ordered = np.sort(real)
@@ -297,7 +330,7 @@ def segments_between(
             is null where its destination is not.
     """
     if here.moves == "state":
-        return _state(local, remote, here, there)
+        return _state(local, remote, here, there, start, end)
     # Tokens that both sides pack alike are neighbours, though the sequence has others between.
     packed = here.share == there.share
     if packed and here.moves == "tokens" and here.page_tokens == there.page_tokens:
@@ -309,18 +342,15 @@ def segments_between(
     theirs = remote.runs(there, start, end, packed=packed)
     if here.moves == "pages":
         _check_whole_pages(local, here, ours, theirs)
-    segments, at_ours, at_theirs = _intersection(ours, theirs)
+    segments, first, at_ours, at_theirs = _intersection(ours, theirs)
     if ours.is_null is not None or theirs.is_null is not None:
         null_here = _null(ours, at_ours, len(segments))
         null_there = _null(theirs, at_theirs, len(segments))
-        source = remote if local.is_destination else local
+        source, grid = (remote, there) if local.is_destination else (local, here)
         missing = null_there & ~null_here if local.is_destination else null_here & ~null_there
         if missing.any():
-            raise BlockTableError(
-                f"{source.what(here.group if source is local else there.group)} has a null block "
-                f"for token {int(ours.first[at_ours][missing][0])}, which must move; its "
-                "destination is a real block"
-            )
+            token = first[missing][:1]
+            source.refuse_null(grid, int((grid.share.tokens(token) if packed else token)[0]))
         segments = segments.select(~(null_here | null_there))
     if here.moves == "pages":
         segments = Segments.of_whole_pages(segments.local_page, segments.remote_page, here.cells)
@@ -356,15 +386,18 @@ def _multiples(origin: int, step: int, first: int, last: int) -> Int64Array:
 _Where = NDArray[np.intp] | slice
 
 
-def _intersection(ours: Runs, theirs: Runs) -> tuple[Segments, _Where, _Where]:
-    """Return the common refinement of two cuttings, and which run of each side it comes from."""
+def _intersection(ours: Runs, theirs: Runs) -> tuple[Segments, Int64Array, _Where, _Where]:
+    """Return the common refinement of two cuttings.
+
+    Beside it stand the first token of each segment, and which run of each side it comes from.
+    """
     if (
         ours.first.size == theirs.first.size
         and (ours.first == theirs.first).all()
         and (ours.tokens == theirs.tokens).all()
     ):
         segments = Segments(ours.page, ours.token, theirs.page, theirs.token, ours.tokens)
-        return segments, slice(None), slice(None)
+        return segments, ours.first, slice(None), slice(None)
     ends = ours.first + ours.tokens, theirs.first + theirs.tokens
     cuts = np.unique(np.concatenate((ours.first, theirs.first, *ends)))
     if not ours.first.size or not theirs.first.size:  # of so few tokens, a share may have none
@@ -382,16 +415,16 @@ def _intersection(ours: Runs, theirs: Runs) -> tuple[Segments, _Where, _Where]:
         theirs.token[there] + first - theirs.first[there],
         tokens,
     )
-    return segments, here, there
+    return segments, first, here, there
 
 
 def _null(runs: Runs, at: _Where, count: int) -> NDArray[np.bool_]:
     return np.zeros(count, bool) if runs.is_null is None else runs.is_null[at]
 
 
-def _state(local: Side, remote: Side, here: Grid, there: Grid) -> Segments:
+def _state(local: Side, remote: Side, here: Grid, there: Grid, start: int, end: int) -> Segments:
     """Return the pages of the one block that holds a state, if the destination lists one."""
-    ours, theirs = local.state_block(here), remote.state_block(there)
+    ours, theirs = local.state_block(here, start, end), remote.state_block(there, start, end)
     wanted, given, source = (
         (ours, theirs, remote) if local.is_destination else (theirs, ours, local)
     )

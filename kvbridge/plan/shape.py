@@ -7,7 +7,7 @@ engine of the same shape takes its components' addresses and nothing else.
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from kvbridge.errors import CoverageError, PlanError
 from kvbridge.model import CacheComponent, Geometry, LayerCache, LayerKey, Rank, RankCache
-from kvbridge.plan.components import component_of, grid_of
+from kvbridge.plan.components import component_of, grid_of, needs_of
 from kvbridge.plan.pieces import one_piece
 from kvbridge.plan.values import Grid, Int64Array, Pagings, RankPlan, RegionPlan
 
@@ -105,6 +105,27 @@ class PlanShape:
         )
 
 
+def check_caches(local: object, engines: Mapping[str, object]) -> None:
+    """Refuse what is no cache of a rank, and no engine.
+
+    Args:
+        local: The local rank's cache.
+        engines: Whole engines by the names of the arguments that they were given as.
+
+    Raises:
+        PlanError: Something else was given.
+    """
+    if not isinstance(local, RankCache):
+        raise PlanError(f"local is {local!r:.80}; pass the RankCache of this rank")
+    for name, caches in engines.items():
+        if not isinstance(caches, Mapping) or not all(
+            isinstance(cache, RankCache) for cache in caches.values()
+        ):
+            raise PlanError(
+                f"{name} is {caches!r:.80}; pass a mapping from (pp_rank, tp_rank) to RankCache"
+            )
+
+
 def shape_of(
     plan: "EngineTransferPlan", local: RankCache, remotes: Mapping[Rank, RankCache]
 ) -> PlanShape:
@@ -120,13 +141,39 @@ def shape_of(
         if source.rank not in remotes:
             raise PlanError(f"the plan needs remote rank {source.rank}; got {sorted(remotes)}")
     alike: dict[Pagings, Pagings] = {}
+    sources = tuple(_source(source, local, remotes[source.rank], alike) for source in plan.sources)
+    if plan.direction == "read":
+        _check_filled(plan, local)
     return PlanShape(
         local=local.geometry,
         remotes={source.rank: remotes[source.rank].geometry for source in plan.sources},
-        sources=tuple(
-            _source(source, local, remotes[source.rank], alike) for source in plan.sources
-        ),
+        sources=sources,
     )
+
+
+def _check_filled(plan: "EngineTransferPlan", local: RankCache) -> None:
+    """Refuse a consumer that holds more than the plan fills: it would decode from stale bytes."""
+    parts: dict[LayerKey, set[str]] = defaultdict(set)
+    for need in plan.needs:
+        parts[need.layer, need.name].add(need.component)
+    more = [
+        layer.key
+        for layer in local.layers
+        if layer.key not in parts and layer.key not in plan.left_out
+    ]
+    if more:
+        raise PlanError(
+            f"the plan fills {len(parts)} layers, {local.where} also holds {more[:4]}; make a new "
+            "plan for this cache"
+        )
+    planned = set(plan.needs)
+    for need in needs_of(local, parts):
+        if need not in planned:
+            raise PlanError(
+                f"{local.where}, layer {(need.layer, need.name)}: the cache holds units "
+                f"[{need.unit_start}, {need.unit_end}) of component {need.component!r}, which the "
+                "plan does not fill, or not all of them; make a new plan for this cache"
+            )
 
 
 def _source(
@@ -201,10 +248,17 @@ class _Places:
         what = f"{self._cache.where}, layer {region.key}, component {region.component!r}"
         held = grid_of(self._cache, layer, component)
         if (held, component.cell_bytes) != (planned, region.cell_bytes):
-            raise PlanError(
-                f"{what}: cells of {component.cell_bytes} bytes lie as {held}; the plan has cells "
-                f"of {region.cell_bytes} bytes as {planned}; make a new plan for these caches"
+            numbers = [("cell_bytes", component.cell_bytes, region.cell_bytes)]
+            numbers += [
+                (field.name, getattr(held, field.name), getattr(planned, field.name))
+                for field in fields(Grid)
+            ]
+            words = ", ".join(
+                f"{name} is {ours} in the cache and {theirs} in the plan"
+                for name, ours, theirs in numbers
+                if ours != theirs
             )
+            raise PlanError(f"{what}: {words}; make a new plan for these caches")
         if region.unit_start < component.unit_start or component.unit_end < region.unit_end:
             raise CoverageError(
                 f"{what}: the plan moves units [{region.unit_start}, {region.unit_end}), the rank "

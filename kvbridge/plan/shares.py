@@ -3,7 +3,9 @@
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Annotated
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -24,9 +26,9 @@ class TokenShare:
         interleave: Tokens that stay together.
     """
 
-    rank: int = 0
-    size: int = 1
-    interleave: int = 1
+    rank: Annotated[int, msgspec.Meta(ge=0)] = 0
+    size: Annotated[int, msgspec.Meta(ge=1)] = 1
+    interleave: Annotated[int, msgspec.Meta(ge=1)] = 1
 
     def __str__(self) -> str:
         """Say which share it is, behind what it is a share of."""
@@ -71,9 +73,11 @@ def period_of(*shares: TokenShare) -> NDArray[np.int64]:
     """
     period = math.lcm(*(share.size * share.interleave for share in shares if not share.is_whole))
     if period > PERIOD_MAX_TOKENS:
+        splits = sorted({(share.size, share.interleave) for share in shares})
+        words = " and ".join(f"{size} ranks (interleave {each})" for size, each in splits)
         raise UnsupportedLayoutError(
-            f"token shares {shares} repeat only after {period} tokens, more than "
-            f"{PERIOD_MAX_TOKENS}; choose interleaves with a common multiple"
+            f"token shares of {words} repeat only after {period} tokens, more than "
+            f"{PERIOD_MAX_TOKENS}; choose interleaves of which one divides the other"
         )
     return np.arange(period, dtype=np.int64)
 

@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from operator import index
+from typing import Annotated, Any, Literal, NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvbridge.errors import PlanError
+from kvbridge.errors import BlockTableError, PlanError
 from kvbridge.model import LayerKey, Rank
 from kvbridge.plan.shares import ALL_TOKENS, TokenShare
 
@@ -15,6 +17,8 @@ Direction = Literal["read", "write"]
 Strategy = Literal["auto", "direct", "staged"]
 Int64Array = NDArray[np.int64]
 UInt64Array = NDArray[np.uint64]
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+NotNegative = Annotated[int, msgspec.Meta(ge=0)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +78,14 @@ class Grid:
         share: Which tokens of a sequence the rank holds.
     """
 
-    group: int
+    group: NotNegative
     moves: Moves
-    page_stride: int
-    page_tokens: int
-    pages_per_block: int
-    unit_stride: int
-    token_stride: int
-    cells: int
+    page_stride: Positive
+    page_tokens: NotNegative
+    pages_per_block: Positive
+    unit_stride: NotNegative
+    token_stride: NotNegative
+    cells: Positive
     share: TokenShare = ALL_TOKENS
 
     @property
@@ -187,19 +191,80 @@ class TPMapping:
     local_consumers: int
 
 
-@dataclass(frozen=True, slots=True)
+_PLAIN_TABLES = (list, tuple, range, np.ndarray)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class BlockTable:
     """The blocks of one sequence in one cache group.
 
+    Tables are equal when they list the same blocks, whatever the lists are made of. Where ranks
+    share out the tokens of a sequence, a block is full of the rank's own tokens, so an entry covers
+    as many times more tokens of the sequence as there are ranks.
+
     Attributes:
-        block_ids: Logical blocks in the order of the tokens they hold.
+        block_ids: Logical blocks in the order of the tokens they hold: a sequence or a flat array.
         start_token: Token that the first entry begins with.
         null_block_id: Entries of this id hold nothing; they keep their position.
+
+    Raises:
+        BlockTableError: The blocks are no sequence, or the first token is no token.
     """
 
-    block_ids: Sequence[int] | Int64Array
+    block_ids: Sequence[int] | NDArray[np.integer[Any]]
     start_token: int = 0
     null_block_id: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what is no table; its entries are looked at when they are used."""
+        ids = self.block_ids
+        if not (isinstance(ids, _PLAIN_TABLES) or _is_listing(ids)) or getattr(ids, "ndim", 1) == 0:
+            raise BlockTableError(
+                f"a block table lists block ids, got {type(ids).__name__}; pass a list or an array "
+                "of integers"
+            )
+        if type(self.start_token) is not int:
+            object.__setattr__(self, "start_token", whole_number("start_token", self.start_token))
+        if self.null_block_id is not None and type(self.null_block_id) is not int:
+            null = whole_number("null_block_id", self.null_block_id)
+            object.__setattr__(self, "null_block_id", null)
+        if self.start_token < 0:
+            raise BlockTableError(
+                f"a block table starts at token {self.start_token}; the first token is 0"
+            )
+
+    def __eq__(self, other: object) -> bool:
+        """Compare what is listed."""
+        if not isinstance(other, BlockTable):
+            return NotImplemented
+        ours, theirs = ((t.start_token, t.null_block_id) for t in (self, other))
+        return ours == theirs and np.array_equal(self.block_ids, other.block_ids)
+
+    def __hash__(self) -> int:
+        """Hash what is listed."""
+        ids = np.asarray(self.block_ids).ravel().tolist()
+        return hash((tuple(ids), self.start_token, self.null_block_id))
+
+
+def _is_listing(ids: object) -> bool:
+    """Whether something rarer than a list can be read as one, such as a tensor."""
+    if isinstance(ids, str | bytes):
+        return False
+    return isinstance(ids, Sequence) or hasattr(ids, "__array__")
+
+
+def whole_number(name: str, value: object) -> int:
+    """Return a number of numpy or Python as Python's.
+
+    Raises:
+        BlockTableError: It is none, or not a whole one.
+    """
+    try:
+        return index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise BlockTableError(
+            f"{name} is {value!r}, a {type(value).__name__}; pass a whole number"
+        ) from None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,6 +2,9 @@
 
 import json
 import re
+import subprocess
+import sys
+import tracemalloc
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -9,8 +12,9 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from kvbridge.cli import main
+from kvbridge.cli import main, plan_report
 from kvbridge.cli.model_files import GatedDeltaNet, Mamba2, NoCache, known_models, load_model
+from kvbridge.cli.plan_words import words_of_bytes
 from kvbridge.demo import EngineShape
 
 ROOT = Path(__file__).parents[2]
@@ -120,6 +124,41 @@ def test_neighbouring_blocks_merge_and_scattered_ones_do_not(capfd: Capture) -> 
     assert report["contiguous"]["merged"] == 32
 
 
+@pytest.mark.parametrize("direction", ["read", "write"])
+@pytest.mark.parametrize(
+    ("prefill", "decode", "model"),
+    [
+        ("tp=2,page=16", "tp=1,page=48", "llama-3-8b"),
+        ("tp=1,layout=hnd,page=4", "tp=2,layout=hnd,page=6,kv=apart", "gemma-3-27b"),
+        ("tp=8,dcp=2,interleave=3,page=4", "tp=2,page=16", "deepseek-v3"),
+        ("tp=8,dcp=2,interleave=8,page=4", "tp=8,dcp=2,interleave=8,page=4", "deepseek-v3"),
+        ("tp=2", "tp=1,page=4", "qwen3-next"),
+    ],
+)
+def test_the_middle_of_a_long_request_is_as_if_it_were_lowered(
+    prefill: str, decode: str, model: str, direction: str,
+    capfd: Capture, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    words = [*shapes(prefill, decode, model), "--direction", direction, "--rank", "0,0"]
+    for tokens in ("333", "2048"):
+        reports = []
+        for at_once in (1, 1 << 40):
+            monkeypatch.setattr(plan_report, "PIECES_AT_ONCE", at_once)
+            reports.append(plan_json(capfd, *words, "--tokens", tokens))
+        assert reports[0] == reports[1]
+
+
+def test_the_longest_request_takes_no_more_memory_than_a_short_one(capfd: Capture) -> None:
+    words = shapes("tp=2", "tp=1", "llama-3-8b")
+    plan_json(capfd, *words)
+    tracemalloc.start()
+    report = plan_json(capfd, *words, "--tokens", "1000000")
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert report["scattered"]["pieces"] == 128_000_000
+    assert most < 1 << 30
+
+
 def test_a_window_bounds_what_moves(capfd: Capture) -> None:
     short, long = (
         plan_json(capfd, *shapes("tp=1", "tp=1", "gemma-3-27b"), "--tokens", str(tokens))
@@ -138,6 +177,8 @@ def test_replicas_are_told_and_read_by_one(four_heads: str, capfd: Capture) -> N
         [[0, 1], [0, 3]],
         [[0, 5], [0, 7]],
     ]
+    shown = plan(capfd, *shapes("tp=8", "tp=2", four_heads))
+    assert "without bytes: 0,0 tells 0,1 0,3; 0,1 tells 0,5 0,7\n" in shown
 
 
 def test_one_rank(capfd: Capture) -> None:
@@ -159,6 +200,11 @@ def test_presets_have_the_published_layers() -> None:
     assert all(load_model(model).source for model in known_models())
 
 
+def test_large_numbers_of_bytes_have_large_units() -> None:
+    assert words_of_bytes(3 << 39) == "1.5 TiB"
+    assert words_of_bytes(5 << 60) == "5120 PiB"
+
+
 # --- words and pictures --------------------------------------------------------------------------
 
 
@@ -167,7 +213,13 @@ def test_the_table_fits(columns: int, capfd: Capture, monkeypatch: pytest.Monkey
     monkeypatch.setenv("COLUMNS", str(columns))
     shown = plan(capfd, *shapes("tp=8,dcp=2", "tp=4,page=64", "deepseek-v3"))
     assert max(map(len, shown.splitlines())) <= columns
-    for words in ("decode from", "latent", "pages 1.125 KiB", "tells without bytes", "hears: 1"):
+    for words in (
+        "decode from",
+        "latent",
+        "pages 1.125 KiB",
+        "without bytes: nobody is told",
+        "hears: 1",
+    ):
         assert words in shown
 
 
@@ -241,6 +293,24 @@ def test_a_file_instead_of_the_screen(form: str, tmp_path: Path, capfd: Capture)
         ({"--rank": "first"}, "--rank 'first' must be PP,TP"),
         ({"--tokens": "0"}, "0 is not in the range 1<=x<=1000000"),
         ({"--output": "/nowhere/plan"}, "cannot write /nowhere/plan: No such file"),
+        ({"--output": ""}, "--output is empty; name the file"),
+        ({"--prefill": ""}, "'--prefill': is empty"),
+        ({"--model": "/dev/zero/x.json"}, "cannot read model /dev/zero/x.json: Not a directory"),
+        ({"--decode": "tp=2,interleave=4"}, "decode: interleave=4 says how dcp ranks share"),
+        (
+            {"--prefill": f"page={10**20}"},
+            (
+                f"--prefill: engine shape: page={10**20} is not possible; "
+                "allowed: a whole number from 1 to 1,000,000"
+            ),
+        ),
+        (
+            {"--prefill": "page=999983", "--tokens": "1000000"},
+            (
+                "64,000,000 copies do not repeat "
+                "before token 1,000,000, and no more than 16,777,216 are counted"
+            ),
+        ),
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(
@@ -260,17 +330,84 @@ def test_a_mistake_is_one_line_and_status_2(
         assert message in error["message"]
 
 
+@pytest.mark.parametrize("option", ["--prefill", "--decode", "--model"])
+def test_what_is_given_twice_is_refused(option: str, capfd: Capture) -> None:
+    assert main(["plan", *shapes("tp=1", "tp=1", "llama-3-8b"), option, "tp=1"]) == 2
+    assert f"'{option}': given 2 times; give it once" in capfd.readouterr().err
+
+
+def test_a_file_without_an_end_is_not_read(tmp_path: Path, capfd: Capture) -> None:
+    path = tmp_path / "zero.json"
+    path.symlink_to("/dev/zero")
+    assert main(["plan", *shapes("tp=1", "tp=1", str(path))]) == 2
+    assert "has more than 1,048,576 bytes" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+def test_a_file_of_another_encoding_is_told_which_to_use(
+    encoding: str, tmp_path: Path, capfd: Capture
+) -> None:
+    path = tmp_path / "model.json"
+    path.write_text(json.dumps(FOUR_HEADS), encoding=encoding)
+    assert main(["plan", *shapes("tp=1", "tp=1", str(path))]) == 2
+    assert "byte order mark; save it as plain UTF-8" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "int8", "uint8"])
+def test_element_types_have_the_names_that_torch_gives_them(
+    dtype: str, tmp_path: Path, capfd: Capture
+) -> None:
+    path = tmp_path / "model.json"
+    path.write_text(json.dumps(FOUR_HEADS | {"dtype": dtype}))
+    report = plan_json(capfd, *shapes("tp=1", "tp=1", str(path)))
+    assert report["contiguous"]["nbytes"] == 6 * 1000 * 2 * 4 * 8
+
+
+def test_a_reader_that_goes_away_is_no_failure() -> None:
+    words = [*shapes("tp=8,pp=2", "tp=8", "llama-3-70b"), "--format", "table"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "kvbridge.cli", "plan", *words],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.wait(60) == 141
+        assert process.stderr is not None
+        assert process.stderr.read() == b""
+
+
+def test_a_closed_output_is_said(capfd: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["plan", *shapes("tp=1", "tp=1", "llama-3-8b")]) == 2
+    assert "standard output is closed" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"layers": 0}, "`int` >= 1 - at `$.layers`"),
+        ({"layers": 0}, "`int` >= 1 - at `$.layers`, which is 0"),
+        ({"name": "two\nlines"}, "name 'two\\nlines' holds control characters"),
+        ({"name": "red \x1b[31m"}, "name 'red \\x1b[31m' holds control characters"),
+        ({"name": "x" * 101}, "length <= 100 - at `$.name`"),
+        ({"source": "\0"}, "source '\\x00' holds control characters"),
+        ({"\x1b[31m": 1}, "unknown field `\\x1b[31m`"),
+        ({"kinds": {}}, "pattern names 'all', kinds has only: nothing"),
+        ({"kinds": {"all": 7}}, "kinds['all']: kind 7 is unknown; known: attention, sliding"),
+        ({"kinds": {"all": {"kind": []}}}, "kinds['all']: kind [] is unknown"),
+        (
+            {"kinds": {"all": {"kind": "attention", "kv_heads": 0, "head_dim": 8}}},
+            "kinds['all']: Expected `int` >= 1 - at `$.kv_heads`, which is 0",
+        ),
         ({"layers": None}, "got `null` - at `$.layers`"),
-        ({"dtype": "int3"}, "Invalid enum value 'int3' - at `$.dtype`"),
+        ({"dtype": "int3"}, "dtype 'int3' is unknown; known: bfloat16, float16, float32, float8"),
         ({"colour": "red"}, "unknown field `colour`"),
         ({"pattern": ["none"]}, "pattern names 'none', kinds has only: all"),
         ({"pattern": []}, "`$.pattern`"),
         ({"kinds": {"all": {"kind": "attention", "kv_heads": 4}}}, "`head_dim`"),
-        ({"kinds": {"all": {"kind": "magic"}}}, "Invalid value 'magic' - at `$.kinds[...].kind`"),
+        (
+            {"kinds": {"all": {"kind": "magic"}}},
+            "kinds['all']: kind 'magic' is unknown; known: attention, ",
+        ),
         ({"kinds": {"all": {"kind": "none"}}}, "no layer caches anything"),
     ],
 )

@@ -69,6 +69,8 @@ def test_region_may_end_where_memory_does() -> None:
         ({"unit_stride": 8}, "stride of 8 bytes steps over 16"),
         ({"token_stride": 16, "unit_stride": 16}, "stride of 16 bytes steps over 32"),
         ({"token_stride": 0}, "stride of 0 bytes steps over 16"),
+        ({"unit_stride": -16}, "unit_stride -16"),
+        ({"token_count": 1, "token_stride": -1}, "token_stride -1 >= 0"),
         ({"unit_stride": 60, "token_stride": 16}, "stride of 60 bytes steps over 64"),
     ],
 )
@@ -126,6 +128,14 @@ def test_layer_extent_counts_the_offset() -> None:
         ({"block_tokens": 0}, "block_tokens 0"),
         ({"pages_per_block": 0}, "pages_per_block 0"),
         ({"window_tokens": 0}, "window_tokens 0"),
+        (
+            {"window_tokens": 8},
+            "'attention' has window_tokens 8, which only sliding_window and chu",
+        ),
+        ({"kind": "state", "window_tokens": 8}, "'state' has window_tokens 8"),
+        ({"block_tokens": 16.5}, "block_tokens is 16.5; it must be a whole number"),
+        ({"pages_per_block": "2"}, "pages_per_block is '2'"),
+        ({"kind": "chunked", "window_tokens": 8.0}, "window_tokens is 8.0"),
     ],
 )
 def test_group_is_a_known_kind_with_sizes(changes: dict[str, Any], message: str) -> None:
@@ -154,6 +164,20 @@ def test_group_is_a_known_kind_with_sizes(changes: dict[str, Any], message: str)
 def test_rank_does_not_contradict_itself(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedLayoutError, match=message):
         replace(CACHE, **changes)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    group = CacheGroup("chunked", np.int64(4), np.uint8(2), np.int32(8))  # type: ignore[arg-type]
+    assert group == CacheGroup("chunked", 4, 2, 8)
+    assert type(group.block_tokens) is int
+
+
+def test_lists_are_as_good_as_tuples() -> None:
+    layer = replace(LAYER, components=[KV])  # type: ignore[arg-type]
+    cache = replace(CACHE, layers=[layer], groups=list(CACHE.groups), regions=list(CACHE.regions))  # type: ignore[arg-type]
+    assert cache == CACHE
+    assert cache.geometry is CACHE.geometry
+    assert hash(cache) == hash(CACHE)
 
 
 def test_rank_says_which_rank_it_is() -> None:
@@ -266,6 +290,30 @@ def test_k_and_v_in_tensors_of_their_own(axes: str, order: tuple[int, int]) -> N
     assert [c.name for c in layer.components] == ["k", "v"]
     for component, tensor in zip(layer.components, tensors, strict=True):
         assert cells(layer, component) == addresses_of(tensor, axes)
+
+
+@pytest.mark.parametrize("axes", ["BNHC", "BHNC", "NBHC", "HBNC", "BNC"])
+def test_k_and_v_that_overlap_are_refused(axes: str) -> None:
+    k = tensor_of(axes)
+    with pytest.raises(UnsupportedLayoutError, match="'seven': K and V overlap, V begins 0 bytes"):
+        build((k, k), axes)
+    page = SIZE["B"] - 2
+    later = tuple(slice(2, None) if axis == "B" else slice(None) for axis in axes)
+    sooner = tuple(slice(None, page) if axis == "B" else slice(None) for axis in axes)
+    for pair in ((k[later], k[sooner]), (k[sooner], k[later])):
+        with pytest.raises(UnsupportedLayoutError, match="K and V overlap"):
+            build(pair, axes)
+    halves = k[..., :3], k[..., 3:]
+    assert [c.cell_bytes for c in build(halves, axes).components] == [6, 6]
+    build(halves[::-1], axes)
+    with pytest.raises(UnsupportedLayoutError, match="K and V overlap, V begins 4 bytes behind K"):
+        build((k[..., :3], k[..., 2:5]), axes)
+
+
+def test_an_axis_k_without_a_stride_is_one_tensor_given_twice() -> None:
+    tensor = np.broadcast_to(np.zeros((5, 1, 4, 3, 6), np.float16), (5, 2, 4, 3, 6))
+    with pytest.raises(UnsupportedLayoutError, match="K and V overlap"):
+        build(tensor, "BKNHC")
 
 
 def test_v_may_have_another_content_than_k() -> None:

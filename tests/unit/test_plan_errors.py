@@ -302,6 +302,129 @@ def test_block_tables_that_cannot_be_right_are_refused(
         lower(**arguments)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([[3, 1]],), r"must list integers, got int64 \(1, 2\)"),
+        (([[3, 1], [2]],), "must list integers: .*inhomogeneous"),
+        (([3, 1 << 63],), f"lists block {1 << 63}; blocks 0 to 7 exist"),
+        (([3, 1 << 70],), f"lists block {1 << 70}; blocks 0 to 7 exist"),
+    ],
+)
+def test_entries_that_are_no_blocks_are_named(arguments: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(BlockTableError, match=message):
+        lower(remote=BlockTable(*arguments), end=8)
+
+
+def test_a_nested_list_is_no_short_table() -> None:
+    with pytest.raises(BlockTableError, match=r"must list integers, got int64 \(1, 4\)"):
+        lower(local=BlockTable([[0, 1, 2, 3]]))  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((3,), "lists block ids, got int; pass a list or an array"),
+        ((None,), "got NoneType"),
+        ("12", "got str"),
+        ((b"12",), "got bytes"),
+        (({1, 2},), "got set"),
+        ((iter([1]),), "got list_iterator"),
+        ((np.array(3),), "got ndarray"),
+        (([1], -1), "starts at token -1; the first token is 0"),
+        (([1], 0.0), "start_token is 0.0, a float; pass a whole number"),
+        (([1], None), "start_token is None, a NoneType"),
+        (([1], 0, "x"), "null_block_id is 'x', a str"),
+    ],
+)
+def test_what_is_no_table_is_refused_when_it_is_made(
+    arguments: tuple[Any, ...], message: str
+) -> None:
+    with pytest.raises(BlockTableError, match=message):
+        BlockTable(*arguments)
+
+
+@pytest.mark.parametrize("number", [np.uint8, np.int16, np.uint64])
+def test_tables_and_ranges_may_be_of_any_whole_numbers(number: type[np.integer[Any]]) -> None:
+    """Small unsigned numbers would wrap where positions are subtracted."""
+    plain = PLAN.lower(
+        [BlockTable([5, 6], 4, 7)], [BlockTable(range(4))], start_token=4, end_token=12
+    )
+    ids = np.array([5, 6], number)
+    table = BlockTable(block_ids=ids, start_token=number(4), null_block_id=number(7))  # type: ignore[arg-type]
+    batches = PLAN.lower(
+        [table],
+        (BlockTable(np.arange(4, dtype=number)),),
+        start_token=number(4),  # type: ignore[arg-type]
+        end_token=number(12),  # type: ignore[arg-type]
+    )
+    assert sum(b.total_nbytes for b in plain) > 0
+    assert np.array_equal(batches[0].local_address, plain[0].local_address)
+    with pytest.raises(BlockTableError, match=r"covers tokens \[4, 12\)"):
+        PLAN.lower([table], [BlockTable(range(4))], end_token=12)
+
+
+def test_tables_are_equal_when_they_list_the_same() -> None:
+    table = BlockTable([3, 1], 4, 0)
+    for ids in ((3, 1), np.array([3, 1], np.uint8), range(3, -1, -2)):
+        assert BlockTable(ids, 4, 0) == table
+        assert hash(BlockTable(ids, 4, 0)) == hash(table)
+    others = (BlockTable([3, 2], 4, 0), BlockTable([3], 4, 0), BlockTable([3, 1], 5, 0))
+    for other in (*others, BlockTable([3, 1], 4), [3, 1]):
+        assert other != table
+
+
+WHAT_NEWCOMERS_PASS: list[tuple[Any, Any, str]] = [
+    ([0, 1], [BlockTable([0, 1])], r"the local block tables are \[0, 1\]; .*\[BlockTable\(\[3, 1"),
+    ([BlockTable([0, 1])], [[0, 1]], r"the remote block tables are \[\[0, 1\]\]"),
+    (BlockTable([0, 1]), [BlockTable([0, 1])], "pass a list with one BlockTable"),
+    (None, [BlockTable([0, 1])], "the local block tables are None"),
+    ([BlockTable([0, 1])] * 2, [BlockTable([0, 1])], "2 local .* engine has 1 cache groups"),
+    ([BlockTable([0, 1])], [BlockTable([0, 1])] * 3, "3 remote .* engine has 1 cache groups"),
+]
+
+
+@pytest.mark.parametrize("form", ["lower", "lower_staged", "read_specs"])
+@pytest.mark.parametrize(("local", "remote", "message"), WHAT_NEWCOMERS_PASS)
+def test_tables_are_lists_of_one_table_for_each_group(
+    form: str, local: Any, remote: Any, message: str
+) -> None:
+    with pytest.raises(BlockTableError, match=message):
+        getattr(PLAN, form)(local, remote, end_token=8)
+
+
+@pytest.mark.parametrize("form", ["lower", "lower_staged", "read_specs"])
+@pytest.mark.parametrize("end", [8.0, np.float64(8), "8", None], ids=repr)
+def test_a_range_is_of_whole_numbers(form: str, end: Any) -> None:
+    with pytest.raises(
+        BlockTableError, match=rf"end_token is .*a {type(end).__name__}; pass a who"
+    ):
+        getattr(PLAN, form)([BlockTable([0, 1])], [BlockTable([0, 1])], end_token=end)
+
+
+@pytest.mark.parametrize(
+    ("address", "error"), [(-1, PlanError), (1 << 64, PlanError), (1.5, BlockTableError)]
+)
+def test_staging_memory_has_an_address(address: Any, error: type[Exception]) -> None:
+    table = [BlockTable([0, 1])]
+    with pytest.raises(error, match="staging_address"):
+        PLAN.lower_staged(table, table, end_token=8, staging_address=address)
+
+
+@pytest.mark.parametrize(("null", "token"), [(8, 16), (2, 48)])
+@pytest.mark.parametrize("start", [0, 5])
+def test_a_null_block_is_named_with_its_own_first_token(null: int, token: int, start: int) -> None:
+    """Pages of 16 tokens here and 32 there: a run of ours is not where a block of theirs is."""
+    sizes = {"there": Paging(16), "here": Paging(32)}
+    fleets = {name: fleet(name, pagings=(size,), blocks=10) for name, size in sizes.items()}
+    plan = generate(ours=fleets["here"], remotes=fleets["there"].caches)
+    remote = [BlockTable([7, 8, 9, 2], null_block_id=null)]
+    with pytest.raises(
+        BlockTableError, match=f"null block for token {token}, .*: entry {token // 16} is {null}, "
+    ):
+        plan.lower([BlockTable([3, 1])], remote, start_token=start, end_token=50)
+
+
 def test_a_source_may_repeat_blocks_and_spare_entries_are_ignored() -> None:
     lower(remote=[1, 1, 1, 1])
     lower(local=[0, 1, 2, 3, 3, -1, 99], remote=[0, 1, 2, 3, 99])
@@ -414,6 +537,38 @@ TAMPERING: dict[str, tuple[Callable[[dict[str, Any]], object], type[Exception], 
     ),
     "no needs": (lambda d: d.update(needs=[]), CoverageError, "must be written 0 times"),
     "fewer needs": (lambda d: d["needs"][0]["layers"].pop(), CoverageError, "layer 1"),
+    "needed twice": (
+        lambda d: d["needs"].append(d["needs"][0]),
+        CoverageError,
+        r"units \[0, 2\) are listed 2 times among what must be written",
+    ),
+    "page stride": (lambda d: d["grids"][0].update(page_stride=0), PlanError, ">= 1.*page_stride"),
+    "unit stride": (lambda d: d["grids"][0].update(unit_stride=-8), PlanError, ">= 0.*unit_stride"),
+    "token stride": (lambda d: d["grids"][0].update(token_stride=-8), PlanError, ">= 0.*token_str"),
+    "no page": (lambda d: d["grids"][0].update(page_tokens=-1), PlanError, ">= 0.*page_tokens"),
+    "pages": (lambda d: d["grids"][0].update(pages_per_block=0), PlanError, ">= 1.*pages_per_bl"),
+    "cells": (lambda d: d["grids"][0].update(cells=0), PlanError, ">= 1.*cells"),
+    "page without tokens": (
+        lambda d: d["grids"][0].update(page_tokens=0),
+        PlanError,
+        "tokens move in pages of 0 tokens; state has 0",
+    ),
+    "state with tokens": (
+        lambda d: d["grids"][0].update(moves="state"),
+        PlanError,
+        "state move in pages of 4 tokens; state has 0",
+    ),
+    "no cell": (lambda d: first_regions(d).update(cell_bytes=0), PlanError, "cells of 0 bytes"),
+    "group below": (lambda d: d["grids"][0].update(group=-1), PlanError, ">= 0.*group"),
+    "share": (lambda d: d["grids"][0]["share"].update(size=0), PlanError, ">= 1.*share.size"),
+    "share of none": (
+        lambda d: d["grids"][0]["share"].update(rank=5, size=2),
+        PlanError,
+        "token share 5 of 2",
+    ),
+    "no readers": (lambda d: d.update(readers=[]), PlanError, r"rank \(0, 0\), .* those of \[\]"),
+    "read by none": (lambda d: d["readers"][0].update(count=0), PlanError, ">= 1.*count"),
+    "told beyond": (lambda d: d.update(notify_only=[[9, 9]]), PlanError, r"remote rank \(9, 9\)"),
     "negative heads": (
         lambda d: first_regions(d).update(units=[-1, 2]),
         CoverageError,
@@ -442,6 +597,95 @@ def test_a_plan_is_bound_to_its_own_rank() -> None:
 def test_a_plan_is_bound_to_all_its_sources() -> None:
     with pytest.raises(PlanError, match=r"needs remote rank \(0, 0\); got \[\(0, 1\)\]"):
         PLAN.bind(HERE.caches[0, 0], {(0, 1): THERE.caches[0, 1]})
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_plan_is_not_bound_to_ranks_that_it_does_not_know(fresh: bool) -> None:
+    plan = EngineTransferPlan.from_json(PLAN.to_json()) if fresh else PLAN
+    more = fleet("there", 4).caches
+    with pytest.raises(PlanError, match=r"knows .*\(0, 1\)\], got also \[\(0, 2\), \(0, 3\)\]"):
+        plan.bind(HERE.caches[0, 0], more)
+    assert plan.bind(HERE.caches[0, 0], {(0, 0): THERE.caches[0, 0]}).binding, "the one it reads"
+
+
+def test_a_plan_is_not_bound_to_a_consumer_that_it_would_leave_partly_empty() -> None:
+    three = replace(MODEL, layers=MODEL.layers[:1] * 3)
+    longer = Fleet(three, Engine(even_shares(MODEL.heads, 2), (3,)), "here").caches[0, 0]
+    plan = EngineTransferPlan.from_json(PLAN.to_json())
+    with pytest.raises(PlanError, match=r"fills 2 layers, .* also holds \[\(2, 'layers.2'\)\]"):
+        plan.bind(longer, THERE.caches)
+    skipping = generate(
+        ours=HERE,
+        local=longer,
+        local_engine={(0, 0): longer, (0, 1): replace(longer, tp_rank=1)},
+        options=PlanOptions(require_all_layers=False),
+    )
+    EngineTransferPlan.from_json(skipping.to_json()).bind(longer, THERE.caches)
+
+
+def test_a_plan_is_not_bound_to_a_consumer_with_more_heads_or_components() -> None:
+    ours = HERE.caches[0, 0]
+    plan = EngineTransferPlan.from_json(PLAN.to_json())
+
+    def halved(layer: LayerCache) -> LayerCache:
+        return replace(layer, components=tuple(replace(c, unit_count=2) for c in layer.components))
+
+    alone = fleet("here")
+    whole = alone.caches[0, 0]
+    half = with_layers(whole, halved)
+    narrow = generate(ours=alone, local=half, local_engine={(0, 0): half})
+    with pytest.raises(PlanError, match=r"units \[0, 4\) of component 'k', which the plan does"):
+        EngineTransferPlan.from_json(narrow.to_json()).bind(whole, THERE.caches)
+
+    def scaled(layer: LayerCache) -> LayerCache:
+        scale = replace(layer.components[0], name="k_scale")
+        return replace(layer, components=(*layer.components, scale))
+
+    with pytest.raises(PlanError, match=r"units \[0, 2\) of component 'k_scale', which the plan"):
+        plan.bind(with_layers(ours, scaled), THERE.caches)
+
+
+def test_caches_of_another_shape_are_refused_by_what_differs() -> None:
+    padded = fleet("there", 2, layout=Layout(padded_axis="B")).caches
+    plain = THERE.caches[0, 0].layers[0].page_stride
+    with pytest.raises(
+        PlanError,
+        match=rf"component 'k': page_stride is \d+ in the cache and {plain} in the plan; make",
+    ):
+        PLAN.bind(HERE.caches[0, 0], padded)
+
+
+@pytest.mark.parametrize(
+    ("local", "remotes", "message"),
+    [
+        (None, THERE.caches, "local is None; pass the RankCache"),
+        (HERE.caches[0, 0], None, "remotes is None; pass a mapping"),
+        (HERE.caches[0, 0], list(THERE.caches.values()), r"remotes is \[RankCache.*pass a mapping"),
+        (HERE.caches[0, 0], {(0, 0): None}, r"remotes is \{\(0, 0\): None\}"),
+    ],
+)
+def test_only_caches_are_planned_for_and_bound(local: Any, remotes: Any, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        PLAN.bind(local, remotes)
+    with pytest.raises(PlanError, match=message):
+        generate_engine_transfer_plan(HERE.topology((0, 0)), local, remotes)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"options": "staged"}, r"options is 'staged'; pass PlanOptions\(\.\.\.\)"),
+        ({"options": {}}, r"options is \{\}; pass PlanOptions"),
+        ({"topology": None}, "topology is None; pass TransferTopology"),
+        ({"local_engine": [HERE.caches[0, 0]]}, "local_engine is .*pass a mapping"),
+    ],
+)
+def test_arguments_of_another_type_are_named(arguments: dict[str, Any], message: str) -> None:
+    given = {
+        "topology": HERE.topology((0, 0)), "local": HERE.caches[0, 0], "remotes": THERE.caches,
+    }  # fmt: skip
+    with pytest.raises(PlanError, match=message):
+        generate_engine_transfer_plan(**{**given, **arguments})
 
 
 @pytest.mark.parametrize(

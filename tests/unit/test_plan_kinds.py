@@ -113,6 +113,20 @@ def test_a_state_moves_whenever_the_destination_lists_it(direction: Direction) -
     assert state_bytes(destination, source, direction=direction) == 0
 
 
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_a_table_without_any_entry_wants_no_state_only_if_nothing_is_asked_for(
+    direction: Direction,
+) -> None:
+    sides = [BlockTable([]), BlockTable([5])][:: 1 if direction == "read" else -1]
+    made = plan(STATE, direction=direction)
+    assert made.lower(*[[table] for table in sides], start_token=4, end_token=4) == []
+    what = "local" if direction == "read" else "remote"
+    with pytest.raises(
+        BlockTableError, match=rf"{what} .* is empty, but tokens \[0, 4\) come with"
+    ):
+        made.lower(*[[table] for table in sides], end_token=4)
+
+
 @pytest.mark.parametrize(
     ("local", "remote", "direction", "message"),
     [
@@ -287,7 +301,11 @@ def test_one_engine_shares_out_tokens_in_one_way() -> None:
 
 
 def test_shares_that_never_repeat_together_are_refused() -> None:
-    with pytest.raises(UnsupportedLayoutError, match="repeat only after 33554414 tokens"):
+    with pytest.raises(
+        UnsupportedLayoutError,
+        match=r"of 2 ranks \(interleave 4093\) and 2 ranks "
+        r"\(interleave 4099\) repeat only after 33554414 tokens, .* divides the",
+    ):
         plan(
             LATENT,
             replace(TWO_SHARES, interleave=4093),
@@ -327,7 +345,7 @@ SHARED = plan(LATENT, TWO_SHARES)
 @pytest.mark.parametrize(
     ("change", "times"),
     [
-        (lambda d: d["sources"].pop(), 1),
+        (lambda d: d["sources"].pop(), 0),
         (lambda d: d["grids"][2].update(share=d["grids"][1]["share"]), 2),
         (lambda d: d["grids"][1].update(share=d["grids"][0]["share"]), 2),
     ],
@@ -339,7 +357,10 @@ def test_tokens_written_never_or_twice_are_refused(
     document = json.loads(SHARED.to_json())
     assert len(document["grids"]) == 3
     change(document)
-    with pytest.raises(CoverageError, match=rf"'latent'.* would be written {times} times"):
+    with pytest.raises(
+        CoverageError,
+        match=rf"'latent'.* token \d must be written 1 times and would be written {times} times",
+    ):
         EngineTransferPlan.from_json(json.dumps(document))
 
 

@@ -224,3 +224,14 @@ def test_an_opaque_page_is_contiguous() -> None:
     with pytest.raises(UnsupportedLayoutError, match="must be contiguous"):
         opaque_layer(cache[:, :, ::2], layer=0, name="o")
     assert opaque_layer(cache[:, :1, :5], layer=0, name="o").components[0].cell_bytes == 5
+
+
+def test_states_in_buffers_of_their_own_are_told_how_to_lie() -> None:
+    conv, ssm = np.zeros((4, 8, 3), np.float32), np.zeros((4, 2, 5), np.float32)
+    with pytest.raises(
+        UnsupportedLayoutError, match="must be views of one buffer in which a block"
+    ):
+        mamba_layer(
+            conv, ssm, layer=0, name="zero", conv_pieces=[StatePiece("x", 0, 8, 8)],
+            ssm_piece=StatePiece("ssm", 0, 2, 2),
+        )  # fmt: skip
