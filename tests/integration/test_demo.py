@@ -79,7 +79,7 @@ def test_people_get_a_table_and_a_verdict(capfd: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--transport", "nixi"], "did you mean 'nixl'? found: local"),
+        (["--transport", "nixi"], "did you mean 'nixl'? found: faulty, local"),
         (["--option", "slice=1"], "unknown option 'slice'"),
         (["--option", "nonsense"], "KEY=VALUE"),
         (["--heads", "0"], "kv_heads is 0; it must be >= 1"),
