@@ -33,7 +33,7 @@ from kvbridge.transport import (
 )
 
 WAIT_S = 60.0
-POLL_S = 20e-6
+POLL_S = 200e-6  # an engine looks less often
 BLOCKS = (4 << 10, 64 << 10, 1 << 20, 4 << 20)
 
 # What is measured: a transport with options, and the same options for its library.
