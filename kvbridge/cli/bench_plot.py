@@ -1,5 +1,6 @@
 """The picture of ``kvbridge bench``: throughput over block size, one line for each transport."""
 
+import os
 from collections.abc import Sequence
 from importlib.util import find_spec
 from itertools import product
@@ -24,6 +25,8 @@ def check(path: Path) -> None:
         raise ConfigError(f"--plot {path} must end with one of {', '.join(SUFFIXES)}")
     if not path.parent.is_dir():
         raise ConfigError(f"--plot {path}: there is no folder {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"--plot {path} cannot be written; name a file in a folder of yours")
 
 
 def draw(found: Sequence[Measurement], path: Path) -> None:

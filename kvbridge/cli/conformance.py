@@ -1,6 +1,8 @@
 """``kvbridge conformance``: does a transport keep the promises that KVBridge relies on?"""
 
 import importlib
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -8,6 +10,7 @@ import click
 
 from kvbridge.cli.options import transport_options
 from kvbridge.errors import ConfigError
+from kvbridge.transport import check_transport
 
 if TYPE_CHECKING:
     from kvbridge.testing import Outcome, Report
@@ -53,10 +56,13 @@ def command(name: str | None, lists: bool, as_json: bool, path: Path, **given: A
         return 0
     if not name:
         raise ConfigError("which transport? give its name; 'kvbridge transports' lists them")
-    variables = dict(pair.partition("=")[::2] for pair in given["variables"])
+    options = transport_options(given["options"])
+    check_transport({"transport": name, "options": options})
+    variables = _variables(given["variables"])
+    _check_writable(path)
     harness = testing.TransportHarness(
         name,
-        options=transport_options(given["options"]),
+        options=options,
         environment=variables,
         isolate_network=given["isolate_network"],
     )
@@ -74,6 +80,24 @@ def command(name: str | None, lists: bool, as_json: bool, path: Path, **given: A
         click.echo(report.table())
         click.echo(f"written to {path}")
     return 0 if report.ok else EXIT_BROKEN
+
+
+def _variables(pairs: Sequence[str]) -> dict[str, str]:
+    for pair in pairs:
+        if pair.partition("=")[0] in ("", pair):
+            raise ConfigError(f"--env {pair!r} must be KEY=VALUE")
+    return dict(pair.partition("=")[::2] for pair in pairs)
+
+
+def _check_writable(path: Path) -> None:
+    """Refuse a report that could not be written, before minutes are spent on it."""
+    folder = path.parent
+    if (
+        not path.name
+        or not folder.is_dir()
+        or not os.access(path if path.exists() else folder, os.W_OK)
+    ):
+        raise ConfigError(f"--report {path} cannot be written; name a file in a folder of yours")
 
 
 def _testing() -> Any:

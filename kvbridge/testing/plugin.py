@@ -131,12 +131,17 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if not classes:
         return
     from kvbridge.errors import ConfigError
+    from kvbridge.testing.harness import TransportHarness
     from kvbridge.testing.rules import all_rules
     from kvbridge.testing.runner import check_rule_ids
 
     for cls in classes:
         if cls is None:
             continue
+        if not isinstance(getattr(cls, "harness", None), TransportHarness):
+            raise pytest.UsageError(
+                f"{cls.__name__} has no harness; write: harness = TransportHarness(MyTransport)"
+            )
         try:
             check_rule_ids(waiver.rule for waiver in cls.harness.waivers)
         except ConfigError as error:

@@ -191,7 +191,9 @@ def _entry(outcome: Outcome) -> dict[str, Any]:
 
 
 def _row(outcome: Outcome) -> str:
-    why = outcome.detail.splitlines()[0] if outcome.detail else ""
+    lines = outcome.detail.splitlines() or [""]
+    # Of a traceback the last line says what went wrong.
+    why = lines[-1] if lines[0].startswith("Traceback") else lines[0]
     said = f"{outcome.status}: {why}" if why and outcome.status is not Status.PASSED else ""
     mark = "ok" if outcome.status is Status.PASSED else "--"
     mark = "!!" if outcome.status in BAD else mark

@@ -309,6 +309,7 @@ class Transport(ABC):
                 f"transport {self.name!r} does not offer {op!r} with peer {peer.agent}; "
                 f"it declares read={can.read}, write={can.write}"
             )
+        self._check_payload(notification)
         if notification:
             if not can.notify_with_transfer:
                 raise NotSupportedError(
@@ -346,9 +347,17 @@ class Transport(ABC):
             NotSupportedError: The peer takes none, or none of this size.
         """
         self.check_process()
+        self._check_payload(payload)
         if not peer.capabilities.notify:
             raise NotSupportedError(f"transport {self.name!r} does not offer notifications")
         self._check_notification_size(peer, payload)
+
+    def _check_payload(self, payload: object) -> None:
+        # Found out later, it would leave memory pinned for an operation that never was.
+        if not isinstance(payload, bytes | bytearray | memoryview):
+            raise NotSupportedError(
+                f"a notification must be bytes, got {type(payload).__name__}; encode it first"
+            )
 
     def _check_notification_size(self, peer: Peer, payload: bytes) -> None:
         most = peer.capabilities.notify_max_bytes

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from kvbridge.cli import main
 from kvbridge.errors import ConfigError
 from kvbridge.testing import (
     ConformanceSuite,
@@ -401,6 +402,34 @@ def test_without_its_tools_it_says_what_to_install(tmp_path: Path, missing: str)
     assert ended.stderr.splitlines()[-1] == (
         f"ImportError: kvbridge.testing needs {missing}: pip install 'kvbridge[testing]'"
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["local", "--option", "nope=1"], "unknown option 'nope'"),
+        (["local", "--env", "FOO"], "--env 'FOO' must be KEY=VALUE"),
+        (["local", "--report", "/nowhere/x.json"], "--report /nowhere/x.json cannot be written"),
+        (["nosuch"], "no transport named 'nosuch'"),
+        (["local", "--rule", "READ-99"], "READ-99"),
+    ],
+)
+def test_a_mistake_is_no_verdict(
+    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["conformance", *words]) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert error.count("\n") == 1
+
+
+def test_a_class_without_a_harness_is_named(tmp_path: Path) -> None:
+    (tmp_path / "test_none.py").write_text(
+        "from kvbridge.testing import ConformanceSuite\nclass TestNone(ConformanceSuite): pass\n"
+    )
+    result = run(*PLUGIN, cwd=tmp_path)
+    assert result.returncode == 4
+    assert "TestNone has no harness" in result.stderr + result.stdout
 
 
 def test_the_plugin_costs_other_test_runs_nothing(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -23,6 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbridge.errors import (
+    NotSupportedError,
     PeerLostError,
     TransportError,
     TransportUnavailableError,
@@ -163,6 +165,19 @@ def test_descriptors_cannot_be_changed_after_submit(make_agent: Callable[..., Ag
     local.address[:] = 0
     remote.nbytes[:] = 0
     assert here.wait(handle).state is State.DONE
+
+
+@pytest.mark.parametrize("payload", ["words", None, 7])
+def test_a_notification_that_is_not_bytes_pins_nothing(
+    payload: Any, make_agent: Callable[..., Agent]
+) -> None:
+    here, there = make_agent(4096), make_agent(4096)
+    peer = here.add(there.address_card)
+    with pytest.raises(NotSupportedError, match=f"must be bytes, got {type(payload).__name__}"):
+        here.submit("read", peer, [(0, 8)], [(0, 8)], payload)
+    with pytest.raises(NotSupportedError, match="must be bytes"):
+        here.transport.notify(peer, payload)
+    here.transport.unregister([here.arena.region])
 
 
 def test_memory_that_is_gone_fails_with_a_reason(make_agent: Callable[..., Agent]) -> None:
