@@ -1,5 +1,7 @@
 """When neighbouring bytes are one piece."""
 
+from functools import lru_cache
+
 import numpy as np
 
 from kvbridge.plan.values import Int64Array
@@ -9,6 +11,24 @@ Pieces = tuple[Int64Array, Int64Array, Int64Array]
 
 Seams = tuple[Int64Array, Int64Array]
 """Addresses, here and there, where one registered region begins at another's end."""
+
+
+CONSTANT_SIZE = 4096
+"""Requests of more segments than this make their constants anew."""
+
+
+def constant(value: int, count: int) -> Int64Array:
+    """Return an array that repeats a value; it may be shared, so it is only read."""
+    if count > CONSTANT_SIZE:
+        return np.full(count, value, np.int64)
+    return _constants(value)[:count]
+
+
+@lru_cache(maxsize=32)
+def _constants(value: int) -> Int64Array:
+    values = np.full(CONSTANT_SIZE, value, np.int64)
+    values.flags.writeable = False
+    return values
 
 
 def one_piece(cell_bytes: int, *axes: tuple[int, int, int]) -> int:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from kvbridge.errors import BlockTableError
 from kvbridge.model import CacheGroup
+from kvbridge.plan.pieces import Pieces, constant, merge_runs
 from kvbridge.plan.values import BlockTable, Grid, Int64Array
 
 
@@ -29,7 +30,8 @@ class Segments:
         remote_page: Page there.
         remote_token: First token within that page.
         tokens: Number of tokens; for pages and state, that move whole, all their cells.
-        all_whole: Whether every segment is known to be a whole page on both sides.
+        cells: Cells of a page, if every segment is known to be a whole page on both sides; else 0.
+        apart: Whether no two local pages are known to be neighbours.
     """
 
     local_page: Int64Array
@@ -37,7 +39,8 @@ class Segments:
     remote_page: Int64Array
     remote_token: Int64Array
     tokens: Int64Array
-    all_whole: bool = False
+    cells: int = 0
+    apart: bool = False
 
     def __len__(self) -> int:
         """Return the number of segments."""
@@ -45,9 +48,12 @@ class Segments:
 
     @classmethod
     def of_whole_pages(cls, local: Int64Array, remote: Int64Array, cells: int) -> "Segments":
-        """Return segments that move all cells of their pages."""
-        zero = np.zeros(local.size, np.int64)
-        return cls(local, zero, remote, zero, np.full(local.size, cells, np.int64), True)
+        """Return segments that move all cells of their pages, in order of local pages."""
+        order = local.argsort()
+        local, remote = local[order], remote[order]
+        step = np.minimum.reduce(local[1:] - local[:-1], initial=2)
+        zeros = constant(0, local.size)
+        return cls(local, zeros, remote, zeros, constant(cells, local.size), cells, step > 1)
 
     def in_order(self) -> "Segments":
         """Return the segments in order of local pages.
@@ -56,11 +62,7 @@ class Segments:
         """
         if not np.logical_or.reduce(self.local_page[1:] < self.local_page[:-1]):
             return self
-        if not self.all_whole:
-            return self.select(np.argsort(self.local_page, kind="stable"))
-        order = self.local_page.argsort()  # whole pages are pieces in whatever order
-        pages = self.local_page[order], self.remote_page[order]
-        return Segments(pages[0], self.local_token, pages[1], self.remote_token, self.tokens, True)
+        return self.select(np.argsort(self.local_page, kind="stable"))
 
     def select(self, which: NDArray[Any] | slice) -> "Segments":
         """Return some of the segments, by mask, index or slice."""
@@ -70,22 +72,33 @@ class Segments:
             self.remote_page[which],
             self.remote_token[which],
             self.tokens[which],
-            self.all_whole,
+            self.cells,
         )
 
     def of_length(self, tokens: int, *, but: bool = False) -> "Segments":
         """Return the segments of a length, or all but those; mostly that is all or none."""
-        if self.all_whole and self.tokens.size and self.tokens[0] == tokens:
+        if self.cells == tokens:
             return NO_SEGMENTS if but else self
         return self.select((self.tokens == tokens) ^ but)
 
     def offsets(self, local: Grid, remote: Grid) -> tuple[Int64Array, Int64Array]:
         """Return where the segments start, in bytes from page 0, here and there."""
         here, there = self.local_page * local.page_stride, self.remote_page * remote.page_stride
-        if not self.all_whole:
+        if not self.cells:
             here += self.local_token * local.token_stride
             there += self.remote_token * remote.token_stride
         return here, there
+
+    def runs(self, local: Grid, remote: Grid, nbytes: Int64Array) -> Pieces:
+        """Return offsets and lengths, with pages joined that are neighbours on both sides.
+
+        Args:
+            local: How pages lie here.
+            remote: The same there.
+            nbytes: Length of each segment.
+        """
+        here, there = self.offsets(local, remote)
+        return (here, there, nbytes) if self.apart else merge_runs(here, there, nbytes)
 
 
 NO_SEGMENTS = Segments(*np.empty((5, 0), np.int64))
@@ -337,7 +350,7 @@ def segments_between(
         our_pages = local.whole_pages(here, start, end)
         their_pages = remote.whole_pages(there, start, end)
         if our_pages is not None and their_pages is not None:
-            return Segments.of_whole_pages(our_pages, their_pages, here.cells).in_order()
+            return Segments.of_whole_pages(our_pages, their_pages, here.cells)
     ours = local.runs(here, start, end, packed=packed)
     theirs = remote.runs(there, start, end, packed=packed)
     if here.moves == "pages":
@@ -353,7 +366,7 @@ def segments_between(
             source.refuse_null(grid, int((grid.share.tokens(token) if packed else token)[0]))
         segments = segments.select(~(null_here | null_there))
     if here.moves == "pages":
-        segments = Segments.of_whole_pages(segments.local_page, segments.remote_page, here.cells)
+        return Segments.of_whole_pages(segments.local_page, segments.remote_page, here.cells)
     return segments.in_order()
 
 
