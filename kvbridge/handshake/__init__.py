@@ -1,19 +1,40 @@
 """How two engines learn of each other: metadata, compatibility, side channel."""
 
-from kvbridge.handshake.base import PPAwareHandshake, gather_handshake_metadata
-from kvbridge.handshake.channel import HandshakeServer, fetch_metadata
-from kvbridge.handshake.compatibility import check_compatible, factors_of
-from kvbridge.handshake.messages import HandshakeMetadata, MetadataReply, RankPayload, Release
+from kvbridge.handshake.address import EngineAddress, Networks
+from kvbridge.handshake.base import PPAwareHandshake, gather_handshake_metadata, hand_over
+from kvbridge.handshake.compatibility import (
+    Difference,
+    check_compatible,
+    compare,
+    engine_factors,
+    factors_of,
+)
+from kvbridge.handshake.dialer import Dialer, fetch_metadata
+from kvbridge.handshake.messages import MetadataReply, Release
+from kvbridge.handshake.metadata import HandshakeMetadata, RankPayload
+from kvbridge.handshake.security import Keys, SecurityConfig, keys_of_secret, load_keys
+from kvbridge.handshake.server import HandshakeServer
 
 __all__ = [
+    "Dialer",
+    "Difference",
+    "EngineAddress",
     "HandshakeMetadata",
     "HandshakeServer",
+    "Keys",
     "MetadataReply",
+    "Networks",
     "PPAwareHandshake",
     "RankPayload",
     "Release",
+    "SecurityConfig",
     "check_compatible",
+    "compare",
+    "engine_factors",
     "factors_of",
     "fetch_metadata",
     "gather_handshake_metadata",
+    "hand_over",
+    "keys_of_secret",
+    "load_keys",
 ]

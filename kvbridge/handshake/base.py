@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 
 from kvbridge.errors import HandshakeError
-from kvbridge.handshake.messages import HandshakeMetadata
+from kvbridge.handshake.metadata import HandshakeMetadata
 from kvbridge.model import Rank
 
 
@@ -37,6 +37,18 @@ class PPAwareHandshake(ABC):
                 "pipeline_parallel_size=1"
             )
         self.set_xfer_handshake_metadata({tp_rank: data for (_, tp_rank), data in metadata.items()})
+
+
+def hand_over(handshake: PPAwareHandshake, metadata: Mapping[Rank, HandshakeMetadata]) -> None:
+    """Give an engine's gathered metadata to whoever serves it, by the setter that fits.
+
+    Raises:
+        ValueError: There are several stages, and the class serves one.
+    """
+    if any(pp_rank > 0 for pp_rank, _ in metadata):
+        handshake.set_xfer_handshake_metadata_pp_aware(metadata)
+    else:
+        handshake.set_xfer_handshake_metadata({tp: data for (_, tp), data in metadata.items()})
 
 
 def gather_handshake_metadata(

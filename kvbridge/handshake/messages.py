@@ -1,70 +1,21 @@
-"""Everything that crosses the wire, and the one place where it is decoded.
+"""What engines say to each other: questions and answers of the side channel, and releases."""
 
-Messages are msgpack of plain data into typed values. What does not decode, or contradicts
-itself, raises a :class:`~kvbridge.errors.HandshakeError`; nothing else ever does.
-
-A rank's metadata travels in two steps: an *envelope* and named *factors* that any version can
-read, around a *body* that is looked at only once the factors agree.
-"""
-
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
-from kvbridge.errors import HandshakeError
-from kvbridge.model import Rank, RankCache
+from kvbridge.errors import HandshakeError, IncompatibleError
+from kvbridge.handshake.metadata import HandshakeMetadata
+from kvbridge.handshake.wire import REQUEST_MAX_BYTES, WIRE, common_version, decode
+from kvbridge.model import Rank
 
-WIRE_MAJOR = 1
-"""Raised when old peers cannot read new messages any more."""
-WIRE_MINOR = 0
-"""Raised when messages gain a field that old peers may ignore."""
-MESSAGE_MAX_BYTES = 64 << 20
-
-Factors = Mapping[str, Any]
+NOTE_MAX_BYTES = 64 << 10
 
 
-@dataclass(frozen=True, slots=True)
-class HandshakeMetadata:
-    """What one rank publishes.
+class Greeting(msgspec.Struct, frozen=True):
+    """The part of a request that every version has."""
 
-    Attributes:
-        engine_id: The engine, one id for all its ranks.
-        incarnation: Fresh at every start of the engine.
-        pp_rank: Pipeline stage.
-        tp_rank: Tensor-parallel rank.
-        payload: Opaque to whoever carries it; see :func:`encode_payload`.
-    """
-
-    engine_id: str
-    incarnation: str
-    pp_rank: int
-    tp_rank: int
-    payload: bytes
-
-    @property
-    def rank(self) -> Rank:
-        """Coordinate of the rank."""
-        return (self.pp_rank, self.tp_rank)
-
-
-class RankPayload(msgspec.Struct, frozen=True):
-    """The body: all that a peer needs to plan with a rank and to reach it.
-
-    Attributes:
-        cache: What the rank holds.
-        agent_info: What its transport's peers need.
-    """
-
-    cache: RankCache
-    agent_info: bytes
-
-
-class _Envelope(msgspec.Struct, frozen=True):
     wire: tuple[int, int]
-    factors: dict[str, Any]
-    body: bytes
 
 
 class MetadataRequest(msgspec.Struct, frozen=True, tag="metadata?"):
@@ -73,22 +24,30 @@ class MetadataRequest(msgspec.Struct, frozen=True, tag="metadata?"):
     Attributes:
         wire: Version that the asker speaks.
         engine_id: Engine that the asker expects behind the address, or None for whichever.
+        ranks: Ranks that it wants; None for all.
+        asker: Id of the asking engine, for the log of the one that is asked.
+        factors: What the asker must agree upon, so that both sides learn of a difference.
     """
 
-    wire: tuple[int, int] = (WIRE_MAJOR, WIRE_MINOR)
+    wire: tuple[int, int] = WIRE
     engine_id: str | None = None
+    ranks: tuple[Rank, ...] | None = None
+    asker: str = ""
+    factors: dict[str, Any] | None = None
 
 
 class MetadataReply(msgspec.Struct, frozen=True, tag="metadata"):
-    """Answers with every rank.
+    """Answers with ranks.
 
     Attributes:
         generation: Rises whenever the engine publishes anew.
-        ranks: Metadata of every rank.
+        ranks: Metadata of every rank that was asked for.
+        wire: Version that both sides speak.
     """
 
     generation: int
     ranks: tuple[HandshakeMetadata, ...]
+    wire: tuple[int, int] = (1, 0)
 
     @property
     def by_rank(self) -> dict[Rank, HandshakeMetadata]:
@@ -102,10 +61,13 @@ class RefusalReply(msgspec.Struct, frozen=True, tag="refusal"):
     Attributes:
         reason: Why, in words.
         not_yet: Whether the same request may be served a little later.
+        differences: For each fact that must be equal and is not, its value on the side that was
+            asked, and on the side that asked.
     """
 
     reason: str
     not_yet: bool = False
+    differences: dict[str, tuple[Any, Any]] = {}
 
 
 Reply = MetadataReply | RefusalReply
@@ -131,32 +93,19 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
     ok: bool = True
 
 
-MessageT = TypeVar("MessageT")
-
-
-def encode(message: Any) -> bytes:
-    """Encode any message of this module."""
-    return msgspec.msgpack.encode(message)
-
-
-def _decode(data: bytes, kind: Any, what: str) -> Any:
-    if len(data) > MESSAGE_MAX_BYTES:
-        raise HandshakeError(
-            f"{what} of {len(data)} bytes is larger than the {MESSAGE_MAX_BYTES} allowed"
-        )
-    try:
-        return msgspec.msgpack.decode(data, type=kind)
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise HandshakeError(f"{what} of {len(data)} bytes cannot be read: {error}") from error
-
-
 def decode_request(data: bytes) -> MetadataRequest:
     """Decode what a peer asks.
 
     Raises:
-        HandshakeError: It is no request.
+        HandshakeError: It is no request, or of another major version.
     """
-    request: MetadataRequest = _decode(data, MetadataRequest, "request")
+    try:
+        request = decode(data, MetadataRequest, "request", limit=REQUEST_MAX_BYTES)
+    except HandshakeError:
+        # Perhaps a request of another major version: then say so, rather than that it is none.
+        common_version(decode(data, Greeting, "request", limit=REQUEST_MAX_BYTES).wire)
+        raise
+    common_version(request.wire)
     return request
 
 
@@ -164,13 +113,18 @@ def decode_reply(data: bytes) -> MetadataReply | None:
     """Decode a peer's answer; None means that it has nothing to say yet.
 
     Raises:
+        IncompatibleError: The peer found that the engines differ.
         HandshakeError: It is no answer, or the peer refused; the message says why.
     """
-    reply: Reply = _decode(data, Reply, "reply")
+    reply: Reply = decode(data, Reply, "reply")  # type: ignore[arg-type]
     if isinstance(reply, MetadataReply):
+        common_version(reply.wire)
         return reply
     if reply.not_yet:
         return None
+    if reply.differences:
+        ours = {field: (here, there) for field, (there, here) in reply.differences.items()}
+        raise IncompatibleError(f"the peer refused: {reply.reason}", ours)
     raise HandshakeError(f"the peer refused: {reply.reason}")
 
 
@@ -180,41 +134,7 @@ def decode_release(data: bytes) -> Release:
     Raises:
         HandshakeError: It is none.
     """
-    release: Release = _decode(data, Release, "release")
+    release = decode(data, Release, "release", limit=NOTE_MAX_BYTES)
     if release.readers < 1:
         raise HandshakeError(f"release of {release.request_id!r} expects {release.readers} readers")
     return release
-
-
-def encode_payload(factors: Factors, payload: RankPayload) -> bytes:
-    """Wrap a rank's body in an envelope with its factors."""
-    return encode(_Envelope((WIRE_MAJOR, WIRE_MINOR), dict(factors), encode(payload)))
-
-
-def decode_factors(payload: bytes) -> dict[str, Any]:
-    """Return the named factors of a payload without looking at its body.
-
-    Raises:
-        HandshakeError: The envelope cannot be read, or is of another major version.
-    """
-    return _envelope(payload).factors
-
-
-def decode_body(payload: bytes) -> RankPayload:
-    """Return the body of a payload; compare the factors first.
-
-    Raises:
-        HandshakeError: The body cannot be read, or describes an impossible cache.
-    """
-    body: RankPayload = _decode(_envelope(payload).body, RankPayload, "rank description")
-    return body
-
-
-def _envelope(payload: bytes) -> _Envelope:
-    envelope: _Envelope = _decode(payload, _Envelope, "envelope")
-    if envelope.wire[0] != WIRE_MAJOR:
-        raise HandshakeError(
-            f"the peer speaks wire version {envelope.wire[0]}.{envelope.wire[1]}, this side "
-            f"{WIRE_MAJOR}.{WIRE_MINOR}; the major versions must be equal: upgrade the older side"
-        )
-    return envelope

@@ -2,15 +2,24 @@
 
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvbridge.config import check_timeout
 from kvbridge.errors import ConfigError, HandshakeError, TransportError, UnknownEngineError
-from kvbridge.handshake import HandshakeMetadata, RankPayload, factors_of
-from kvbridge.handshake.messages import Release, decode_release, encode, encode_payload
+from kvbridge.handshake import (
+    HandshakeMetadata,
+    RankPayload,
+    Release,
+    engine_factors,
+    factors_of,
+)
+from kvbridge.handshake.compatibility import LAYERED
+from kvbridge.handshake.messages import decode_release
+from kvbridge.handshake.metadata import decode_factors, seal
+from kvbridge.handshake.wire import encode
 from kvbridge.model import Rank, RankCache, TransferTopology
 from kvbridge.plan import BlockTable, TransferBatch
 from kvbridge.session.releases import ReleaseBook
@@ -18,6 +27,7 @@ from kvbridge.session.session import (
     Session,
     body_of,
     close_session,
+    generation_of,
     memory_of,
     open_session,
 )
@@ -40,6 +50,7 @@ class RankAgent:
 
     Attributes:
         incarnation: Fresh at every start of the engine, the same for its ranks.
+        generation: How often the memory has been registered.
         unreadable: Notifications that could not be read.
         unsent: Notifications that could not be sent.
     """
@@ -51,6 +62,8 @@ class RankAgent:
         transport: Transport,
         *,
         model: str,
+        revision: str | None = None,
+        draft_layers: Iterable[int] = (),
         incarnation: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -60,7 +73,9 @@ class RankAgent:
             topology: The rank's place in its engine.
             local: What the rank holds.
             transport: An open transport; closed with the agent.
-            model: Name and revision of the model, compared with peers.
+            model: Name of the model, compared with peers.
+            revision: Revision of the model, if it is pinned.
+            draft_layers: Layers that belong to a draft model, by global index.
             incarnation: Agreed with the engine's other ranks; needed if there are any.
             clock: Seconds that never run backwards.
 
@@ -79,7 +94,15 @@ class RankAgent:
         self._clock = clock
         self.incarnation = incarnation or uuid.uuid4().hex
         self._memory = memory_of(local.regions, local.where)
-        self._factors = factors_of(local, model=model, transport=transport.name)
+        self._named: dict[str, Any] = {
+            "model": model,
+            "revision": revision,
+            "transport": transport.name,
+            "draft_layers": tuple(draft_layers),
+        }
+        self._factors = factors_of(local, **self._named)
+        self._engine_factors: dict[str, Any] | None = None
+        self.generation = 1
         self._sessions: dict[str, Session] = {}
         self._transfers: dict[Handle, Transfer] = {}
         self._live: list[Transfer] = []
@@ -96,7 +119,13 @@ class RankAgent:
             self.incarnation,
             self._local.pp_rank,
             self._local.tp_rank,
-            encode_payload(self._factors, payload),
+            seal(
+                self._factors,
+                payload,
+                engine_id=self._local.engine_id,
+                incarnation=self.incarnation,
+                generation=self.generation,
+            ),
         )
 
     def share_engine(self, metadata: Mapping[Rank, HandshakeMetadata]) -> None:
@@ -107,27 +136,77 @@ class RankAgent:
         Raises:
             HandshakeError: The metadata cannot be read.
         """
+        self._engine_factors = engine_factors(decode_factors(d.payload) for d in metadata.values())
         self._local_engine = {rank: body_of(data).cache for rank, data in metadata.items()}
+
+    @property
+    def engine_id(self) -> str:
+        """The engine that this rank is of."""
+        return self._local.engine_id
+
+    @property
+    def sessions(self) -> Mapping[str, Session]:
+        """The remote engines that are connected, by their ids."""
+        return self._sessions
+
+    @property
+    def factors(self) -> dict[str, Any]:
+        """What must agree with a peer; of the whole engine, once its ranks are known."""
+        if self._engine_factors is not None:
+            return self._engine_factors
+        if self._topology.pp_size == 1:
+            return self._factors
+        return {name: value for name, value in self._factors.items() if name not in LAYERED}
+
+    def renew(self, local: RankCache) -> None:
+        """Take the place of the registered cache by another one, as an engine that wakes up does.
+
+        The generation rises: publish :meth:`metadata` anew, so that peers follow.
+
+        Args:
+            local: What the rank holds now, of the same engine and rank.
+
+        Raises:
+            ConfigError: The cache is of another engine or rank.
+            MemoryBusyError: The memory registered so far is in use.
+            TransportError: The memory cannot be registered.
+        """
+        if (local.engine_id, local.rank) != (self._local.engine_id, self._local.rank):
+            raise ConfigError(f"{local.where} cannot take the place of {self._local.where}")
+        memory = memory_of(local.regions, local.where)
+        for engine_id in list(self._sessions):  # their plans are bound to the old addresses
+            self.disconnect(engine_id)
+        self._transport.unregister(self._local.regions)
+        self._transport.register(local.regions)
+        self._local, self._memory = local, memory
+        self._factors = factors_of(local, **self._named)
+        self._engine_factors = self._local_engine = None
+        self.generation += 1
 
     def connect(
         self, metadata: Mapping[Rank, HandshakeMetadata], *, timeout_s: float = 10.0
     ) -> Session:
         """Pair with a remote engine. May block; see :func:`open_session` for what is raised.
 
-        An incarnation that is paired already keeps its session; another one takes its place.
+        What is paired already keeps its session; another incarnation of the engine, or a later
+        registration of its memory, takes its place.
         """
         for data in metadata.values():
             known = self._sessions.get(data.engine_id)
-            if known is not None and known.incarnation == data.incarnation:
+            if known is None:
+                continue
+            if (known.incarnation, known.generation) == (
+                data.incarnation,
+                generation_of(metadata),
+            ):
                 return known
-            if known is not None:
-                self.disconnect(data.engine_id)
+            self.disconnect(data.engine_id)
         session = open_session(
             self._topology,
             self._local,
             self._transport,
             metadata,
-            factors=self._factors,
+            factors=self.factors,
             local_engine=self._local_engine,
             timeout_s=timeout_s,
         )

@@ -9,9 +9,11 @@ from kvbridge.handshake import (
     HandshakeMetadata,
     RankPayload,
     check_compatible,
+    engine_factors,
     gather_handshake_metadata,
 )
-from kvbridge.handshake.messages import decode_body, decode_factors
+from kvbridge.handshake.metadata import decode_body, decode_factors, open_envelope
+from kvbridge.handshake.wire import WIRE
 from kvbridge.model import Rank, RankCache, Region, TransferTopology, transfer_infos
 from kvbridge.plan import EngineTransferPlan, generate_engine_transfer_plan
 from kvbridge.transport import Peer, Transport
@@ -24,6 +26,7 @@ class Session:
     Attributes:
         engine_id: The remote engine.
         incarnation: Which start of it.
+        generation: Which registration of its memory.
         plan: What is exchanged, bound to both engines' addresses.
         peers: The remote ranks to talk to.
         memory: Memory kind and device of each of those ranks' caches.
@@ -31,6 +34,7 @@ class Session:
 
     engine_id: str
     incarnation: str
+    generation: int
     plan: EngineTransferPlan
     peers: Mapping[Rank, Peer]
     memory: Mapping[Rank, tuple[str, int]]
@@ -75,9 +79,9 @@ def open_session(
         raise TopologyConflictError(
             f"engine {first.engine_id!r} is paired already; close its session first"
         )
-    for rank, data in metadata.items():
-        peer = f"engine {data.engine_id!r} rank {rank}"
-        check_compatible(factors, decode_factors(data.payload), peer=peer)
+    theirs = engine_factors(decode_factors(data.payload) for data in metadata.values())
+    skewed = any(open_envelope(data.payload).wire != WIRE for data in metadata.values())
+    check_compatible(factors, theirs, peer=f"engine {first.engine_id!r}", skewed=skewed)
     bodies = {rank: body_of(data) for rank, data in metadata.items()}
     caches = {rank: body.cache for rank, body in bodies.items()}
     plan = generate_engine_transfer_plan(topology, local, caches, local_engine=local_engine)
@@ -94,7 +98,17 @@ def open_session(
         for added in peers.values():
             transport.drop_peer(added)
         raise
-    return Session(first.engine_id, first.incarnation, plan, peers, memory)
+    generation = generation_of(metadata)
+    return Session(first.engine_id, first.incarnation, generation, plan, peers, memory)
+
+
+def generation_of(metadata: Mapping[Rank, HandshakeMetadata]) -> int:
+    """Return how often an engine has registered its memory: the latest of its ranks.
+
+    Raises:
+        HandshakeError: An envelope cannot be read.
+    """
+    return max(open_envelope(data.payload).generation for data in metadata.values())
 
 
 def close_session(topology: TransferTopology, transport: Transport, session: Session) -> None:
@@ -125,6 +139,15 @@ def body_of(data: HandshakeMetadata) -> RankPayload:
     Raises:
         HandshakeError: The body cannot be read, or describes another rank.
     """
+    envelope = open_envelope(data.payload)
+    for what, said, known in (
+        ("engine", envelope.engine_id or data.engine_id, data.engine_id),
+        ("incarnation", envelope.incarnation or data.incarnation, data.incarnation),
+    ):
+        if said != known:
+            raise HandshakeError(
+                f"metadata of {what} {known!r} rank {data.rank} carries an envelope of {said!r}"
+            )
     body = decode_body(data.payload)
     announced = (body.cache.engine_id, body.cache.rank)
     if announced != (data.engine_id, data.rank):

@@ -18,6 +18,7 @@ from kvbridge.errors import (
     KVBridgeError,
 )
 from kvbridge.handshake import (
+    EngineAddress,
     HandshakeMetadata,
     HandshakeServer,
     PPAwareHandshake,
@@ -27,18 +28,15 @@ from kvbridge.handshake import (
     fetch_metadata,
     gather_handshake_metadata,
 )
-from kvbridge.handshake.channel import endpoint_of
 from kvbridge.handshake.messages import (
     MetadataRequest,
     Release,
-    decode_body,
-    decode_factors,
     decode_release,
     decode_reply,
     decode_request,
-    encode,
-    encode_payload,
 )
+from kvbridge.handshake.metadata import decode_body, decode_factors, seal
+from kvbridge.handshake.wire import encode
 from kvbridge.model import CacheComponent, CacheGroup, LayerCache, RankCache, Region
 
 
@@ -51,7 +49,13 @@ def a_cache(name: str = "kv", dtype: str = "float16", heads: int = 2) -> RankCac
     )
 
 
-def metadata(pp: int, tp: int, payload: bytes = b"x", engine: str = "e") -> HandshakeMetadata:
+def payload(**factors: object) -> bytes:
+    return seal(factors, RankPayload(a_cache(), b"agent"))
+
+
+def metadata(
+    pp: int, tp: int, payload: bytes = payload(model="m"), engine: str = "e"
+) -> HandshakeMetadata:
     return HandshakeMetadata(engine, "incarnation-1", pp, tp, payload)
 
 
@@ -132,7 +136,7 @@ def test_a_class_of_one_stage_refuses_a_second_one_by_its_name() -> None:
 def test_a_rank_comes_through_the_wire_as_it_was() -> None:
     cache = a_cache()
     factors = factors_of(cache, model="m", transport="local")
-    payload = encode_payload(factors, RankPayload(cache, b"agent"))
+    payload = seal(factors, RankPayload(cache, b"agent"))
     assert decode_factors(payload) == factors
     assert decode_body(payload) == RankPayload(cache, b"agent")
 
@@ -148,7 +152,7 @@ def test_factors_can_be_read_whatever_the_body_is() -> None:
 
 def test_another_major_version_is_refused_with_both_versions() -> None:
     payload = msgspec.msgpack.encode({"wire": [2, 0], "factors": {}, "body": b""})
-    with pytest.raises(HandshakeError, match=r"2\.0.*1\.0"):
+    with pytest.raises(HandshakeError, match=r"2\.0.*1\.1"):
         decode_factors(payload)
 
 
@@ -172,7 +176,7 @@ def test_noise_raises_nothing_but_our_own_errors(noise: bytes) -> None:
 
 @given(st.integers(0, 10_000), st.integers(0, 7))
 def test_a_flipped_bit_raises_nothing_but_our_own_errors(at: int, bit: int) -> None:
-    payload = bytearray(encode_payload({}, RankPayload(a_cache(), b"agent")))
+    payload = bytearray(seal({}, RankPayload(a_cache(), b"agent")))
     payload[at % len(payload)] ^= 1 << bit
     try:
         decode_body(bytes(payload))
@@ -218,10 +222,10 @@ def test_every_differing_field_is_listed_with_both_values() -> None:
     with pytest.raises(IncompatibleError) as caught:
         check_compatible(ours, {**theirs, "extra": 1}, peer="engine 'p'")
     assert caught.value.differences == {
-        "dtype": ({"kv": "float16"}, {"kv": "float8_e4m3"}),
+        "dtype": ({"kv": ["float16"]}, {"kv": ["float8_e4m3"]}),
         "extra": (None, 1),
         "model": ("m", "n"),
-        "transport": ("local", "nixl"),
+        "transport": (["local"], ["nixl"]),
     }
     for text in ("engine 'p'", "'m' here and 'n' there", "float16", "float8_e4m3"):
         assert text in str(caught.value)
@@ -247,9 +251,9 @@ def test_all_ranks_of_an_engine_are_served_on_one_port(server: HandshakeServer) 
 
 def test_publishing_anew_raises_the_generation(server: HandshakeServer) -> None:
     server.set_xfer_handshake_metadata({0: metadata(0, 0)})
-    server.set_xfer_handshake_metadata({0: metadata(0, 0, b"moved")})
+    server.set_xfer_handshake_metadata({0: metadata(0, 0, payload(model="moved"))})
     reply = fetch_metadata(server.host, server.port, timeout_s=5)
-    assert (reply.generation, reply.ranks[0].payload) == (2, b"moved")
+    assert (reply.generation, reply.ranks[0].payload) == (2, payload(model="moved"))
 
 
 def test_a_server_that_has_nothing_yet_says_so(server: HandshakeServer) -> None:
@@ -306,7 +310,7 @@ def test_b65_every_kind_of_loopback_address_works(host: str) -> None:
     ],
 )
 def test_b65_endpoints(host: str, port: int, endpoint: str) -> None:
-    assert endpoint_of(host, port) == endpoint
+    assert EngineAddress.of(host, port).endpoint == endpoint
 
 
 @pytest.mark.parametrize("port", [-1, 65536])
@@ -360,7 +364,7 @@ def test_b68_a_hostile_frame_is_counted_and_the_next_peer_served(
     context = zmq.Context()
     try:
         socket = context.socket(zmq.DEALER)
-        socket.connect(endpoint_of(server.host, server.port))
+        socket.connect(server.address.endpoint)
         socket.send_multipart(frames)
         assert fetch_metadata(server.host, server.port, timeout_s=5).ranks
         socket.poll(200)
@@ -374,10 +378,10 @@ def test_another_wire_version_is_refused_in_words(server: HandshakeServer) -> No
     context = zmq.Context()
     try:
         socket = context.socket(zmq.DEALER)
-        socket.connect(endpoint_of(server.host, server.port))
+        socket.connect(server.address.endpoint)
         socket.send(encode(MetadataRequest(wire=(2, 0))))
         assert socket.poll(5000)
-        with pytest.raises(HandshakeError, match=r"2\.0.*1\.0"):
+        with pytest.raises(HandshakeError, match=r"2\.0.*1\.1"):
             decode_reply(socket.recv())
     finally:
         context.destroy(linger=0)

@@ -16,7 +16,7 @@ import pytest
 from numpy.typing import NDArray
 
 from kvbridge.errors import CoverageError, PlanError, UnsupportedLayoutError
-from kvbridge.handshake.messages import RankPayload, encode_payload
+from kvbridge.handshake.metadata import RankPayload, seal
 from kvbridge.model import (
     CacheComponent,
     CacheGroup,
@@ -589,7 +589,7 @@ def test_b73_engines_of_one_shape_share_one_plan() -> None:
 
 def test_b73_the_handshake_does_not_grow_with_the_number_of_blocks() -> None:
     few, many = (
-        encode_payload({}, RankPayload(paper("there", 1, blocks)[0, 0], b""))
+        seal({}, RankPayload(paper("there", 1, blocks)[0, 0], b""))
         for blocks in (10_000, 1_000_000)
     )
     assert len(many) - len(few) <= 64 * 8  # numbers of more digits

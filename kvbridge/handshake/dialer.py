@@ -1,0 +1,310 @@
+"""Asking other engines for their metadata: many at once, none of which holds up another."""
+
+import asyncio
+import contextlib
+import random
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, NoReturn, Self
+
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import parse_monitor_message
+
+from kvbridge.config import check_timeout
+from kvbridge.errors import AuthenticationError, HandshakeError, HandshakeTimeoutError
+from kvbridge.handshake.address import EngineAddress, Networks
+from kvbridge.handshake.messages import MetadataReply, MetadataRequest, decode_reply
+from kvbridge.handshake.security import Keys
+from kvbridge.handshake.sockets import channel_socket
+from kvbridge.handshake.wire import MESSAGE_MAX_BYTES, encode
+from kvbridge.model import Rank
+
+_FIRST_PAUSE_S = 0.05
+_LONGEST_PAUSE_S = 2.0
+_SOCKETS_MAX = 1 << 16
+
+_DENIED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+_LOST = (
+    zmq.EVENT_CONNECT_RETRIED
+    | zmq.EVENT_CLOSED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
+_PROGRESS = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
+_HANG_UPS_MAX = 3
+"""So often may a connection end while keys are exchanged, before it is no accident."""
+
+
+def pauses(uniform: Callable[[float, float], float] = random.uniform) -> "_Pauses":
+    """Return growing pauses between attempts, jittered so that a fleet does not ask in step."""
+    return _Pauses(uniform)
+
+
+class _Pauses:
+    def __init__(self, uniform: Callable[[float, float], float]) -> None:
+        self._uniform, self._longest = uniform, _FIRST_PAUSE_S
+
+    def next_s(self) -> float:
+        """Return the next pause, between half and all of what has doubled each time."""
+        pause_s = self._uniform(self._longest / 2, self._longest)
+        self._longest = min(2 * self._longest, _LONGEST_PAUSE_S)
+        return pause_s
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One question: to whom, what, until when."""
+
+    address: EngineAddress
+    request: MetadataRequest
+    deadline_s: float
+    timeout_s: float
+
+
+class Dialer:
+    """Asks engines for their metadata, all from one thread.
+
+    A name is resolved and checked against the networks that may be dialled, an engine that still
+    starts is asked again, one that is not there is tried until the time is over.
+    """
+
+    def __init__(self, *, keys: Keys | None = None, networks: Networks | None = None) -> None:
+        """Start the thread.
+
+        Args:
+            keys: Own keys and those of peers; None to talk to engines without.
+            networks: What may be dialled; this machine alone by default.
+        """
+        self._keys = keys
+        self._networks = networks or Networks()
+        self._context = zmq.asyncio.Context()
+        self._context.max_sockets = _SOCKETS_MAX
+        self._loop = asyncio.new_event_loop()
+        self._closed = False
+        self._waiting: dict[Future[MetadataReply], EngineAddress] = {}
+        self._thread = threading.Thread(target=self._run, name="kvbridge-dialer", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        """Return itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close."""
+        self.close()
+
+    def fetch(
+        self,
+        address: EngineAddress,
+        *,
+        timeout_s: float,
+        engine_id: str | None = None,
+        ranks: tuple[Rank, ...] | None = None,
+        asker: str = "",
+        factors: Mapping[str, Any] | None = None,
+    ) -> "Future[MetadataReply]":
+        """Ask an engine for the metadata of its ranks; returns at once.
+
+        Args:
+            address: Where its handshake server listens.
+            timeout_s: How long the answer may take.
+            engine_id: Engine that must be behind the address, if known.
+            ranks: Ranks to ask for; None for all.
+            asker: Own engine id, for the other side's log.
+            factors: Own factors, so that the other side learns of a difference too.
+
+        Returns:
+            What becomes the answer, or one of:
+
+            - HandshakeTimeoutError: No answer came in time, or none but "not yet".
+            - AuthenticationError: One side does not have the keys that the other expects.
+            - IncompatibleError: The engines differ.
+            - HandshakeError: The answer is a refusal or cannot be read, or the address is unknown
+              or outside of the networks.
+
+        Raises:
+            ConfigError: The time is none.
+            HandshakeError: The dialer is closed.
+        """
+        deadline_s = time.monotonic() + check_timeout(timeout_s, "timeout_s")
+        if self._closed:
+            raise HandshakeError(f"the dialer is closed; {address} is not asked")
+        mine = dict(factors) if factors is not None else None
+        request = MetadataRequest(engine_id=engine_id, ranks=ranks, asker=asker, factors=mine)
+        call = _Call(address, request, deadline_s, timeout_s)
+        answer: Future[MetadataReply] = Future()
+        self._waiting[answer] = address
+        asyncio.run_coroutine_threadsafe(self._answer(call, answer), self._loop)
+        return answer
+
+    def close(self) -> None:
+        """Give up what is being asked, and end the thread. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            for answer, address in self._waiting.items():
+                message = f"the dialer was closed while {address} was asked"
+                answer.set_exception(HandshakeError(message))
+            self._waiting.clear()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        left = asyncio.all_tasks(self._loop)
+        for task in left:
+            task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        self._loop.run_until_complete(self._loop.shutdown_default_executor())
+        self._loop.close()
+        self._context.destroy(linger=0)
+
+    async def _answer(self, call: _Call, answer: "Future[MetadataReply]") -> None:
+        try:
+            reply = await self._fetch(call)
+        except Exception as error:
+            del self._waiting[answer]
+            answer.set_exception(error)
+        else:
+            del self._waiting[answer]
+            answer.set_result(reply)
+
+    async def _fetch(self, call: _Call) -> MetadataReply:
+        heard = _Heard()
+        try:
+            async with asyncio.timeout_at(self._loop.time() + call.deadline_s - time.monotonic()):
+                return await self._ask_until_answered(call, heard)
+        except TimeoutError:
+            raise HandshakeTimeoutError(
+                f"{heard.what} from {call.address} within {call.timeout_s:g} s; check that the "
+                "engine runs and that this is its handshake port"
+            ) from None
+
+    async def _ask_until_answered(self, call: _Call, heard: "_Heard") -> MetadataReply:
+        resolve = self._networks.resolve
+        found = await self._loop.run_in_executor(None, resolve, call.address)
+        pause = pauses()
+        attempt = 0
+        while True:
+            # A name may lead to several addresses, and the engine listen on one of them.
+            target = found[attempt % len(found)]
+            reply = await self._attempt(call, target, heard)
+            if reply is not None:
+                return reply
+            if heard.hang_ups >= _HANG_UPS_MAX:
+                self._raise_hung_up(call)
+            await asyncio.sleep(pause.next_s())
+            attempt += 1
+
+    async def _attempt(
+        self, call: _Call, target: EngineAddress, heard: "_Heard"
+    ) -> MetadataReply | None:
+        """Ask once; None if nobody is there, or has anything to say yet."""
+        async with self._connected(call, target) as (channel, monitor):
+            await channel.send(encode(call.request))
+            answer = asyncio.ensure_future(channel.recv())
+            end = asyncio.ensure_future(self._watch(call, monitor, heard))
+            try:
+                await asyncio.wait({answer, end}, return_when=asyncio.FIRST_COMPLETED)
+                if not answer.done():
+                    end.result()
+                    return None
+                heard.what = "nothing but 'not yet'"
+                return decode_reply(answer.result())
+            finally:
+                answer.cancel()
+                end.cancel()
+
+    async def _watch(self, call: _Call, monitor: zmq.asyncio.Socket, heard: "_Heard") -> None:
+        """Follow what becomes of a connection, until it is lost."""
+        greeting = False
+        while True:
+            event = parse_monitor_message(await monitor.recv_multipart())["event"]
+            if event & _DENIED:
+                self._raise_denied(call)
+            if event & _LOST:
+                heard.what = "no answer"
+                heard.hang_ups = heard.hang_ups + 1 if greeting else 0
+                return
+            greeting = event == zmq.EVENT_CONNECTED
+
+    @contextlib.asynccontextmanager
+    async def _connected(
+        self, call: _Call, target: EngineAddress
+    ) -> AsyncIterator[tuple[zmq.asyncio.Socket, zmq.asyncio.Socket]]:
+        channel = channel_socket(self._context, zmq.DEALER, MESSAGE_MAX_BYTES)
+        monitor = channel.get_monitor_socket(_DENIED | _LOST | _PROGRESS)
+        try:
+            if self._keys is not None:
+                names = (call.request.engine_id or call.address.host, call.address.host)
+                channel.curve_serverkey = self._keys.of(*names)
+                channel.curve_publickey = self._keys.public
+                channel.curve_secretkey = self._keys.secret
+            channel.connect(target.endpoint)
+            yield channel, monitor
+        except zmq.ZMQError as error:
+            raise HandshakeError(f"cannot ask {target}: {error.strerror}") from error
+        finally:
+            channel.disable_monitor()
+            monitor.close()
+            channel.close()
+
+    def _raise_denied(self, call: _Call) -> NoReturn:
+        mine = "has a secret or keys" if self._keys else "has neither secret nor keys"
+        raise AuthenticationError(
+            f"{call.address} and this engine do not believe each other (this side {mine}); "
+            "give both the same secret, or each the other's public key"
+        )
+
+    def _raise_hung_up(self, call: _Call) -> NoReturn:
+        if self._keys is not None:
+            self._raise_denied(call)
+        raise AuthenticationError(
+            f"{call.address} hangs up on every greeting: it expects a secret or keys, which this "
+            "engine does not have, or it is no handshake port"
+        )
+
+
+@dataclass(slots=True)
+class _Heard:
+    """What the last attempts got, for the error.
+
+    Attributes:
+        what: The last one, in words.
+        hang_ups: How many connections in a row ended before the greeting was over.
+    """
+
+    what: str = "no answer"
+    hang_ups: int = 0
+
+
+def fetch_metadata(
+    host: str,
+    port: int,
+    *,
+    timeout_s: float,
+    engine_id: str | None = None,
+    keys: Keys | None = None,
+    networks: Networks | None = None,
+) -> MetadataReply:
+    """Ask one engine for the metadata of all its ranks, and wait for the answer.
+
+    Args:
+        host: Where its handshake server listens.
+        port: Port of that server.
+        timeout_s: How long to wait for the answer.
+        engine_id: Engine that must be behind the address, if known.
+        keys: Own keys and those of peers; None to talk to engines without.
+        networks: What may be dialled; this machine alone by default.
+
+    Raises:
+        ConfigError: The address or the time is none.
+        HandshakeError: See :meth:`Dialer.fetch`.
+    """
+    address = EngineAddress.of(host, port)
+    with Dialer(keys=keys, networks=networks) as dialer:
+        return dialer.fetch(address, timeout_s=timeout_s, engine_id=engine_id).result()

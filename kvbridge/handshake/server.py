@@ -1,0 +1,252 @@
+"""The side channel: one port per engine that serves the metadata of all its ranks."""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import zmq
+from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils.monitor import recv_monitor_message
+
+from kvbridge.errors import ConfigError, HandshakeError
+from kvbridge.handshake.address import EngineAddress
+from kvbridge.handshake.base import PPAwareHandshake
+from kvbridge.handshake.compatibility import compare, engine_factors
+from kvbridge.handshake.messages import (
+    MetadataReply,
+    MetadataRequest,
+    RefusalReply,
+    decode_request,
+)
+from kvbridge.handshake.metadata import HandshakeMetadata, decode_factors
+from kvbridge.handshake.security import Keys
+from kvbridge.handshake.sockets import channel_socket
+from kvbridge.handshake.wire import REQUEST_MAX_BYTES, WIRE, common_version, encode
+from kvbridge.model import Rank
+
+_log = logging.getLogger(__name__)
+
+_STOP_CHECK_MS = 100
+_GREETING_MS = 10_000
+_REFUSALS_KEPT = 16
+_ANSWERS_WAITING = 4
+_FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
+
+
+class HandshakeServer(PPAwareHandshake):
+    """Serves an engine's metadata on one port, from a thread of its own.
+
+    The port is bound when the constructor returns, and answers "not yet" until metadata has been
+    set. Without keys it serves this machine alone. What cannot be served is counted and the next
+    request looked at; nothing that comes over the port ends the thread.
+
+    Attributes:
+        address: Where it listens.
+        refused: Requests that were malformed or could not be served.
+        unauthenticated: Connections that did not prove who they are, or did not speak the
+            protocol.
+        refusals: Why the last requests were refused, in words.
+    """
+
+    def __init__(self, host: str = "127.0.0.1", port: int = 0, *, keys: Keys | None = None) -> None:
+        """Bind the port and start the thread.
+
+        Args:
+            host: Address to listen on.
+            port: Port to listen on; 0 takes a free one.
+            keys: Own keys and those of peers; needed for every address but loopback.
+
+        Raises:
+            ConfigError: The host is not a loopback address and there are no keys, or the address
+                is none.
+            HandshakeError: The address cannot be bound.
+        """
+        address = EngineAddress.of(host, port, where="handshake address")
+        if keys is None and not address.is_loopback:
+            raise ConfigError(
+                f"the handshake channel would listen on {host!r} for everybody; give it a secret "
+                "(secret_file, or variable KVBRIDGE_SECRET) or keys, or use a loopback address"
+            )
+        if keys is None:
+            _log.info("no secret: the handshake channel serves this machine alone, on %s", address)
+        self._lock = threading.Lock()  # what is published changes as a whole
+        self._ranks: dict[Rank, HandshakeMetadata] = {}
+        self._factors: dict[str, Any] = {}
+        self._generation = 0
+        self.refused = 0
+        self.unauthenticated = 0
+        self.refusals: deque[str] = deque(maxlen=_REFUSALS_KEPT)
+        self._context = zmq.Context()
+        self._gate: ThreadAuthenticator | None = None
+        try:
+            self._socket = self._listening(address, keys)
+            self._monitor = self._socket.get_monitor_socket(_FAILED)
+        except BaseException:
+            self._shut()
+            raise
+        bound = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.address = EngineAddress.of(
+            address.host, bound.rstrip("\0").rpartition(":")[2], where="bound address"
+        )
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="kvbridge-handshake", daemon=True)
+        self._thread.start()
+
+    def _listening(self, address: EngineAddress, keys: Keys | None) -> Any:
+        listener = channel_socket(self._context, zmq.ROUTER, REQUEST_MAX_BYTES)
+        listener.setsockopt(zmq.HANDSHAKE_IVL, _GREETING_MS)
+        # Answers to an asker that does not read them are dropped, once a few of them wait.
+        listener.setsockopt(zmq.SNDHWM, _ANSWERS_WAITING)
+        if keys is not None:
+            known = frozenset(keys.peers.values())
+            self._gate = ThreadAuthenticator(self._context)
+            self._gate.start()
+            self._gate.configure_curve_callback(credentials_provider=_KnownKeys(known))
+            listener.curve_server = True
+            listener.curve_publickey, listener.curve_secretkey = keys.public, keys.secret
+        try:
+            listener.bind(address.endpoint)
+        except zmq.ZMQError as error:
+            raise HandshakeError(
+                f"cannot listen on {address}: {error.strerror}; choose another address or port, "
+                "or port 0 for a free one"
+            ) from error
+        return listener
+
+    @property
+    def host(self) -> str:
+        """Address that it listens on."""
+        return self.address.host
+
+    @property
+    def port(self) -> int:
+        """Port that it listens on."""
+        return self.address.port
+
+    @property
+    def generation(self) -> int:
+        """How often metadata has been set."""
+        return self._generation
+
+    def set_xfer_handshake_metadata(self, metadata: Mapping[int, HandshakeMetadata]) -> None:
+        """Serve the ranks of a single stage."""
+        self.set_xfer_handshake_metadata_pp_aware(
+            {(0, tp_rank): data for tp_rank, data in metadata.items()}
+        )
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: Mapping[Rank, HandshakeMetadata]
+    ) -> None:
+        """Serve every rank of an engine.
+
+        Raises:
+            HandshakeError: There is no rank, its metadata is listed under another, or ranks
+                contradict each other.
+        """
+        wrong = [rank for rank, data in metadata.items() if data.rank != rank]
+        if wrong or not metadata:
+            raise HandshakeError(
+                f"{len(metadata)} ranks of metadata to serve, listed under wrong ranks: {wrong}"
+            )
+        payloads = (data.payload for data in metadata.values())
+        factors = engine_factors(
+            decode_factors(each)
+            for payload in payloads
+            for each in ((payload,) if isinstance(payload, bytes) else payload)
+            if each is not None
+        )
+        with self._lock:
+            self._generation += 1
+            self._ranks = dict(sorted(metadata.items()))
+            self._factors = factors
+
+    def close(self) -> None:
+        """Stop serving and free the port. Idempotent."""
+        self._stop.set()
+        self._thread.join()
+        self._shut()
+
+    def _shut(self) -> None:
+        if self._gate is not None and self._gate.is_alive():
+            self._gate.stop()
+        self._context.destroy(linger=0)
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._monitor, zmq.POLLIN)
+        while not self._stop.is_set():
+            ready = dict(poller.poll(_STOP_CHECK_MS))
+            if self._monitor in ready:
+                recv_monitor_message(self._monitor)
+                self.unauthenticated += 1
+            if self._socket in ready:
+                frames = self._socket.recv_multipart()
+                # A ROUTER prefixes the sender; a DEALER sends its request as one more frame.
+                if len(frames) != 2:
+                    self._refuse(f"a request of {len(frames) - 1} frames came; one was expected")
+                    continue
+                self._socket.send_multipart([frames[0], self._answer(frames[1])])
+
+    def _answer(self, data: bytes) -> bytes:
+        with self._lock:
+            ranks, factors, generation = self._ranks, self._factors, self._generation
+        if not ranks:
+            return encode(RefusalReply("no ranks are published yet", not_yet=True))
+        try:
+            request = decode_request(data)
+            _check_expectations(request, ranks)
+        except HandshakeError as error:
+            return encode(self._refuse(str(error)))
+        version = common_version(request.wire)
+        if request.factors is not None:
+            differences = [
+                each
+                for each in compare(factors, request.factors, skewed=version != WIRE)
+                if each.severity == "error"
+            ]
+            if differences:
+                listed = "; ".join(map(str, differences))
+                fields = {each.field: (each.local, each.remote) for each in differences}
+                reason = f"engine {request.asker!r} is incompatible: {listed}"
+                return encode(self._refuse(reason, fields))
+        wanted = ranks if request.ranks is None else {rank: ranks[rank] for rank in request.ranks}
+        return encode(MetadataReply(generation, tuple(wanted.values()), version))
+
+    def _refuse(
+        self, reason: str, differences: dict[str, tuple[Any, Any]] | None = None
+    ) -> RefusalReply:
+        self.refused += 1
+        self.refusals.append(reason)
+        _log.warning("handshake refused: %.2000s", reason)
+        return RefusalReply(reason, differences=differences or {})
+
+
+def _check_expectations(request: MetadataRequest, ranks: Mapping[Rank, HandshakeMetadata]) -> None:
+    engine_id = next(iter(ranks.values())).engine_id
+    if request.engine_id not in {None, engine_id}:
+        raise HandshakeError(
+            f"engine {request.engine_id!r:.200} was expected here, this is {engine_id!r}; "
+            "the address belongs to another engine"
+        )
+    unknown = [rank for rank in request.ranks or () if rank not in ranks]
+    if unknown:
+        raise HandshakeError(
+            f"ranks {unknown[:8]} were asked for, engine {engine_id!r} has {sorted(ranks)}"
+        )
+
+
+class _KnownKeys:
+    """Tells ZeroMQ which public keys may connect."""
+
+    def __init__(self, known: frozenset[bytes]) -> None:
+        self._known = known
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return key in self._known

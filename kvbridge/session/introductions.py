@@ -1,0 +1,198 @@
+"""Meeting other engines while the engine's step goes on."""
+
+import logging
+import queue
+import random
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+from kvbridge.errors import KVBridgeError
+from kvbridge.handshake import Dialer, EngineAddress, MetadataReply
+from kvbridge.session.agent import RankAgent
+from kvbridge.session.session import Session, generation_of
+
+_log = logging.getLogger(__name__)
+
+State = Literal["asking", "joining", "live", "failed"]
+
+FIRST_PAUSE_S = 0.2
+LONGEST_PAUSE_S = 30.0
+
+
+@dataclass(slots=True, eq=False)
+class Introduction:
+    """How far this rank has come with one remote engine.
+
+    Attributes:
+        engine_id: The engine.
+        address: Where its handshake server listens.
+        state: ``"asking"`` for its metadata, ``"joining"`` its ranks, ``"live"`` or ``"failed"``.
+        error: Why it failed.
+        failures: How often in a row.
+        retry_s: Clock before which it is not tried again.
+    """
+
+    engine_id: str
+    address: EngineAddress
+    state: State = "asking"
+    error: KVBridgeError | None = None
+    failures: int = 0
+    retry_s: float = 0.0
+
+
+class Introductions:
+    """Introduces a rank to the engines that its requests name.
+
+    All calls come from the thread that polls the agent, and return at once; what may block happens
+    elsewhere. Requests for one engine share one introduction, and engines do not wait for each
+    other. One that failed is not tried again before a growing, jittered pause is over.
+    """
+
+    def __init__(
+        self,
+        agent: RankAgent,
+        dialer: Dialer,
+        *,
+        timeout_s: float = 10.0,
+        threads: int = 8,
+        clock: Callable[[], float] = time.monotonic,
+        uniform: Callable[[float, float], float] = random.uniform,
+    ) -> None:
+        """Take what it works with; the caller closes both.
+
+        Args:
+            agent: The rank.
+            dialer: Asks for metadata.
+            timeout_s: How long an engine may take to answer, and then each of its ranks.
+            threads: So many engines may be joined at once.
+            clock: Seconds that never run backwards.
+            uniform: Draws from between two numbers.
+        """
+        self._agent, self._dialer, self._timeout_s = agent, dialer, timeout_s
+        self._clock, self._uniform = clock, uniform
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="kvbridge-join")
+        self._known: dict[str, Introduction] = {}
+        self._answers: queue.SimpleQueue[tuple[Introduction, Future[MetadataReply]]] = (
+            queue.SimpleQueue()
+        )
+        self._joined: queue.SimpleQueue[tuple[Introduction, Future[Session]]] = queue.SimpleQueue()
+        self._changed: list[Introduction] = []
+
+    def meet(
+        self,
+        engine_id: str,
+        address: EngineAddress,
+        *,
+        incarnation: str | None = None,
+        generation: int = 0,
+    ) -> Introduction:
+        """Return how far we have come with an engine; begin if we have not.
+
+        Args:
+            engine_id: The engine.
+            address: Where its handshake server listens.
+            incarnation: Which start of it is wanted, if known: another one is met anew.
+            generation: The least registration of its memory that will do.
+        """
+        known = self._known.get(engine_id)
+        if known is not None:
+            if known.state in {"asking", "joining"}:
+                return known
+            if known.state == "live" and self._is_current(engine_id, incarnation, generation):
+                return known
+            if known.state == "failed" and self._clock() < known.retry_s:
+                return known
+        failures = known.failures if known is not None and known.state == "failed" else 0
+        new = Introduction(engine_id, address, failures=failures)
+        self._known[engine_id] = new
+        try:
+            asked = self._dialer.fetch(
+                address,
+                timeout_s=self._timeout_s,
+                engine_id=engine_id,
+                asker=self._agent.engine_id,
+                factors=self._agent.factors,
+            )
+        except KVBridgeError as error:
+            self._fail(new, error)
+        else:
+            asked.add_done_callback(lambda answer: self._answers.put((new, answer)))
+        return new
+
+    def forget(self, engine_id: str) -> None:
+        """Drop an engine that does not answer as it should; the next request meets it anew."""
+        known = self._known.get(engine_id)
+        if known is not None and known.state == "live":
+            del self._known[engine_id]
+            if engine_id in self._agent.sessions:
+                self._agent.disconnect(engine_id)
+
+    def poll(self) -> tuple[Introduction, ...]:
+        """Make progress, and return the introductions that have become live or failed."""
+        while not self._answers.empty():
+            introduction, answer = self._answers.get_nowait()
+            error = answer.exception()
+            if isinstance(error, KVBridgeError):
+                self._fail(introduction, error)
+            elif error is not None:
+                raise error
+            else:
+                self._join(introduction, answer.result())
+        while not self._joined.empty():
+            introduction, joined = self._joined.get_nowait()
+            error = joined.exception()
+            if isinstance(error, KVBridgeError):
+                self._fail(introduction, error)
+            elif error is not None:
+                raise error
+            else:
+                self._settle(introduction)
+        changed, self._changed = tuple(self._changed), []
+        return changed
+
+    def close(self) -> None:
+        """Begin nothing new and wait for what has begun. Idempotent."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def _is_current(self, engine_id: str, incarnation: str | None, generation: int) -> bool:
+        session = self._agent.sessions.get(engine_id)
+        return (
+            session is not None
+            and incarnation in {None, session.incarnation}
+            and generation <= session.generation
+        )
+
+    def _join(self, introduction: Introduction, reply: MetadataReply) -> None:
+        """Give an engine's metadata to the agent, in a thread that may wait for its ranks."""
+        engine_id = introduction.engine_id
+        try:
+            incarnation = reply.ranks[0].incarnation if reply.ranks else None
+            if self._is_current(engine_id, incarnation, generation_of(reply.by_rank)):
+                self._settle(introduction)
+                return
+        except KVBridgeError as error:
+            self._fail(introduction, error)
+            return
+        if engine_id in self._agent.sessions:  # an earlier start of it, or earlier addresses
+            _log.info("engine %s has restarted, or registered anew: old state dropped", engine_id)
+            self._agent.disconnect(engine_id)
+        introduction.state = "joining"
+        connect = partial(self._agent.connect, reply.by_rank, timeout_s=self._timeout_s)
+        joining = self._threads.submit(connect)
+        joining.add_done_callback(lambda joined: self._joined.put((introduction, joined)))
+
+    def _settle(self, introduction: Introduction) -> None:
+        introduction.state, introduction.error, introduction.failures = "live", None, 0
+        self._changed.append(introduction)
+
+    def _fail(self, introduction: Introduction, error: KVBridgeError) -> None:
+        introduction.failures += 1
+        longest_s = min(FIRST_PAUSE_S * 2 ** min(introduction.failures, 16), LONGEST_PAUSE_S)
+        introduction.retry_s = self._clock() + self._uniform(longest_s / 2, longest_s)
+        introduction.state, introduction.error = "failed", error
+        _log.warning("engine %s cannot be met: %s", introduction.engine_id, error)
+        self._changed.append(introduction)
