@@ -6,10 +6,14 @@ anything is opened.
 """
 
 import difflib
-from collections.abc import Mapping
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec import inspect
 
 from kvbridge.errors import ConfigError
 
@@ -51,16 +55,42 @@ def parse_config(
     try:
         return msgspec.convert(given, kind)
     except (msgspec.ValidationError, ValueError, TypeError) as error:
-        raise ConfigError(f"{where}: {_plain(str(error), given)}") from error
+        raise ConfigError(f"{where}: {_plain(str(error), kind, given)}") from error
 
 
-def _plain(message: str, given: Mapping[str, Any]) -> str:
-    """Say in words which option a message is about, and what it was given."""
+def _plain(message: str, kind: type[Config], given: Mapping[str, Any]) -> str:
+    """Say in words which option a message is about, what it was given, and what it may be."""
     said, at, path = message.partition(" - at `$.")
-    key = path.rstrip("`")
-    if not at or key not in given:
+    path = path.rstrip("`")
+    if not at:
         return message
-    return f"option {key!r} is {given[key]!r}: {said.replace('`', '').lower()}"
+    said = said[0].lower() + said[1:].replace("`", "")
+    steps = re.findall(r"[\w-]+|\.{3}", path)  # of "faults[0].what", or "names[...]"
+    if allowed := list(_allowed(inspect.type_info(kind), steps)):
+        said += f"; allowed: {', '.join(map(repr, allowed))}"
+    value = f" is {given[path]!r}" if path in given else ""
+    return f"option {path!r}{value}: {said}"
+
+
+def _allowed(node: inspect.Type, path: Sequence[str]) -> Iterator[Any]:
+    """Yield the values of an enumeration that lies at the end of a path within a type."""
+    match node:
+        case inspect.Metadata():
+            yield from _allowed(node.type, path)
+        case inspect.UnionType():
+            for one in node.types:
+                yield from _allowed(one, path)
+        case inspect.LiteralType() if not path:
+            yield from node.values
+        case inspect.EnumType() if not path:
+            yield from (member.value for member in node.cls)
+        case inspect.StructType() if path:
+            for field in node.fields:
+                if field.encode_name == path[0]:
+                    yield from _allowed(field.type, path[1:])
+        case inspect.CollectionType() | inspect.VarTupleType() | inspect.DictType() if path:
+            inner = node.value_type if isinstance(node, inspect.DictType) else node.item_type
+            yield from _allowed(inner, path[1:])
 
 
 def check_timeout(timeout_s: float, what: str) -> float:
@@ -73,11 +103,35 @@ def check_timeout(timeout_s: float, what: str) -> float:
     Raises:
         ConfigError: It is not between 0 and a day.
     """
-    if not 0 < timeout_s <= TIMEOUT_MAX_S:
+    given: object = timeout_s
+    if not isinstance(given, int | float) or not 0 < given <= TIMEOUT_MAX_S:
         raise ConfigError(
-            f"{what} {timeout_s:g} must be above 0 and at most {TIMEOUT_MAX_S:g} seconds"
+            f"{what} {timeout_s} must be above 0 and at most {TIMEOUT_MAX_S:g} seconds"
         )
     return timeout_s
+
+
+def check_writable(path: Path, what: str) -> None:
+    """Refuse a file that could not be written later, before minutes are spent on what goes into it.
+
+    Args:
+        path: The file; it need not exist.
+        what: What it is, for the error message, such as ``"--report"``.
+
+    Raises:
+        ConfigError: It cannot be written; the message says why.
+    """
+    why = ""
+    if not path.name or path.is_dir():
+        why = "it is a folder"
+    elif not path.parent.is_dir():
+        why = f"there is no folder {path.parent}"
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        why = "this user may not"
+    if why:
+        raise ConfigError(
+            f"{what} {path} cannot be written: {why}; name a file in a folder of yours"
+        )
 
 
 def _suggest(key: str, known: tuple[str, ...]) -> str:

@@ -6,12 +6,11 @@ import logging
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import cast
 
 from kvbridge.errors import TransportError
-from kvbridge.transport import Notification
+from kvbridge.transport import Events
 from kvbridge_mooncake.channel import Channel, dial
 from kvbridge_mooncake.sockets import winding_up
 from kvbridge_mooncake.wire import (
@@ -38,18 +37,18 @@ class Hub:
     """Accepts the connections of peers, and is where ours are served.
 
     Attributes:
-        notifications: What came; any thread may take from it.
+        heard: Is told what came.
         port: Where peers connect.
         data_ports: Ports of the engine; see :func:`winding_up`.
     """
 
-    def __init__(self, agent: str, token: bytes, address: str) -> None:
+    def __init__(self, agent: str, token: bytes, address: str, events: Events) -> None:
         """Listen, and start the thread.
 
         Raises:
             OSError: The address is not this host's.
         """
-        self.notifications: deque[Notification] = deque()
+        self.heard = events.heard
         self.data_ports: frozenset[int] = frozenset()
         self._agent, self._token = agent, token
         self._channels: set[Channel] = set()
@@ -159,7 +158,7 @@ class _Incoming(asyncio.Protocol):
             self._patience.cancel()
             self._transport.write(answer)
         elif kind == NOTIFICATION:
-            self._hub.notifications.append(Notification(self._sender, body))
+            self._hub.heard(self._sender, body)
         elif kind == ARE_YOU_QUIET:
             task = asyncio.get_running_loop().create_task(self._answer_when_quiet(body))
             self._tasks.add(task)

@@ -3,13 +3,13 @@
 import hmac
 import struct
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, Self
 
 import msgspec
 from msgspec import Meta
 
 from kvbridge.errors import TransportError
-from kvbridge.transport import open_agent_info, seal_agent_info
+from kvbridge.transport import Card
 
 PROTOCOL_VERSION = 1
 NOTIFY_MAX_BYTES = 64 << 10
@@ -26,7 +26,7 @@ _Token = Annotated[bytes, Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
 _Port = Annotated[int, Meta(ge=1, le=65535)]
 
 
-class AgentCard(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class AgentCard(Card, frozen=True):
     """What an agent publishes.
 
     Attributes:
@@ -47,27 +47,12 @@ class AgentCard(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     engine_port: _Port
     beacon: Annotated[int, Meta(gt=0)]
 
-    def seal(self, transport: str) -> bytes:
-        """Return this in the frame that travels."""
-        return seal_agent_info(transport, msgspec.msgpack.encode(self))
-
     @classmethod
-    def unseal(cls, transport: str, framed: bytes) -> "AgentCard":
-        """Read what a peer published.
-
-        Raises:
-            TransportError: It is garbled, of another transport or of another version.
-        """
-        try:
-            card = msgspec.msgpack.decode(open_agent_info(transport, framed), type=cls)
-        except msgspec.MsgspecError as error:
-            raise TransportError(
-                f"agent info for transport {transport!r} has unknown fields ({error}); "
-                "run the same KVBridge version on both sides"
-            ) from error
+    def decode(cls, payload: bytes) -> Self:
+        card = super().decode(payload)
         if card.version != PROTOCOL_VERSION:
             raise TransportError(
-                f"peer {card.agent} speaks version {card.version} of transport {transport!r}, "
+                f"peer {card.agent} speaks version {card.version} of transport 'mooncake', "
                 f"this side {PROTOCOL_VERSION}; run the same KVBridge version on both sides"
             )
         return card

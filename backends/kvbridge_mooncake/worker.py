@@ -9,12 +9,11 @@ import contextlib
 import logging
 import threading
 import time
-from collections import deque
 
 import numpy as np
 
 from kvbridge.errors import TransportError
-from kvbridge.transport import State
+from kvbridge.transport import Events, State
 from kvbridge_mooncake.job import Connection, Job
 from kvbridge_mooncake.library import Engine
 from kvbridge_mooncake.translate import DONE, FAILED, translate
@@ -42,16 +41,16 @@ class Worker:
         kept: Memory of the driver's own that peers may read; it lives as long as the thread.
     """
 
-    def __init__(self, engine: Engine, lanes: int) -> None:
+    def __init__(self, engine: Engine, lanes: int, events: Events) -> None:
         """Start the thread; ``lanes`` is how many sockets the engine opens to each peer."""
         self.crash = ""
         self.kept: list[object] = []
         self._engine = engine
         self._lanes = lanes
+        self._events = events
         self._change = threading.Condition()  # guards what follows
         self._known: set[Connection] = set()  # one of each engine is watched until that ends
         self._active: dict[Connection, None] = {}  # those with operations
-        self._finished: deque[Job] = deque()
         self._news = False
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="kvbridge-mooncake", daemon=True)
@@ -77,10 +76,6 @@ class Worker:
         with self._change:
             self._news = True
             self._change.notify_all()
-
-    def take(self) -> tuple[Job, ...]:
-        """Return what has ended since the last call."""
-        return tuple(self._finished.popleft() for _ in range(len(self._finished)))
 
     def stop(self, timeout_s: float) -> list[Job] | None:
         """End the thread once all is done, or the time is over.
@@ -287,5 +282,5 @@ class Worker:
                 job.failure = f"all bytes have moved, but the notification cannot: {error}"
         job.state = State.FAILED if job.failure else State.DONE
         if job.handle is not None:
-            self._finished.append(job)
+            self._events.ended(job.handle, job.state, job.failure)
         job.ended.set()

@@ -3,17 +3,16 @@
 import uuid
 from pathlib import Path
 
-import msgspec
 import numpy as np
 
 from kvbridge.errors import TransportError
-from kvbridge.transport import Descriptors, Region
+from kvbridge.transport import Card, Descriptors, Region
 from kvbridge_nixl.config import LOOPBACK
 
 LANDING_BYTES = 4096
 
 
-class AgentCard(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class AgentCard(Card, frozen=True):
     """What an agent publishes.
 
     Attributes:
@@ -55,21 +54,6 @@ def whereabouts() -> tuple[str, str]:
     except OSError:  # an id that nobody shares makes every peer a stranger, which is safe
         kernel = network = uuid.uuid4().hex
     return kernel, network
-
-
-def read_card(payload: bytes) -> AgentCard:
-    """Decode a card.
-
-    Raises:
-        TransportError: Its fields are not those of this version.
-    """
-    try:
-        return msgspec.msgpack.decode(payload, type=AgentCard)
-    except msgspec.MsgspecError as error:
-        raise TransportError(
-            f"agent info for transport 'nixl' has unknown fields ({error}); "
-            "run the same KVBridge version on both sides"
-        ) from error
 
 
 def check_reachable(ours: AgentCard, theirs: AgentCard) -> None:

@@ -2,13 +2,12 @@
 
 import logging
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvbridge.transport import Descriptors, Handle, Op, State
+from kvbridge.transport import Descriptors, Ended, Op, State
 from kvbridge_nixl.connections import Connection
 from kvbridge_nixl.library import Request
 from kvbridge_nixl.translate import translate
@@ -30,7 +29,6 @@ class Job:
         remote: Remote pieces.
         message: What to send with it.
         served: The owner is asked to write; otherwise NIXL does it alone.
-        handle: What the caller holds; None for an operation of the driver's own.
         then: Told how it ended, in the worker's thread.
         ended: Set when it has ended.
         state: How it ended.
@@ -45,8 +43,7 @@ class Job:
     remote: Descriptors
     message: bytes = b""
     served: bool = False
-    handle: Handle | None = None
-    then: Callable[[State, str], object] | None = None
+    then: Ended | None = None
     ended: threading.Event = field(default_factory=threading.Event)
     state: State = State.PENDING
     reason: str = ""

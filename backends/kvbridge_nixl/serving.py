@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 
 from kvbridge.errors import PeerLostError, TransportError
-from kvbridge.transport import Descriptors, Ended, Region, open_agent_info
-from kvbridge_nixl.card import AgentCard, check_reachable, read_card
+from kvbridge.transport import Descriptors, Ended, Region
+from kvbridge_nixl.card import AgentCard, check_reachable
 from kvbridge_nixl.connections import Connection
 from kvbridge_nixl.job import Job
 from kvbridge_nixl.translate import translate
@@ -27,7 +27,7 @@ class NixlCarrier:
 
     def admit(self, sender: str, agent_info: bytes) -> Connection:
         """Make the sender known to NIXL; it stays so until it is lost."""
-        card = read_card(open_agent_info("nixl", agent_info))
+        card = AgentCard.unseal("nixl", agent_info)
         if card.agent != sender:
             raise TransportError(f"agent {sender} introduces itself as {card.agent}")
         check_reachable(self._card, card)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
-from kvbridge.transport import Notification, ServedReads, State, open_notification
+from kvbridge.transport import Events, ServedReads, State, open_notification
 from kvbridge_nixl.connections import Connection, Connections
 from kvbridge_nixl.job import MEMORY_TYPES, Job, rows
 from kvbridge_nixl.library import Agent
@@ -45,20 +45,19 @@ class Worker:
         kept: Memory of the driver's own that peers may write to; it lives as long as the agent.
     """
 
-    def __init__(self, agent: Agent, errors: tuple[type[Exception], ...]) -> None:
+    def __init__(self, agent: Agent, errors: tuple[type[Exception], ...], events: Events) -> None:
         """Prepare everything but the thread."""
         self.errors = errors
         self.crash = ""
         self.kept: list[Any] = []
         self._agent = agent
+        self._events = events
         self._library = threading.Lock()  # held around calls into NIXL
         self._guests = 0  # other threads that wait for it
         self._change = threading.Condition(threading.RLock())  # guards all that follows
         self.connections = Connections(self._change)
         self._queue: deque[Job] = deque()
         self._running: list[Job] = []
-        self._finished: deque[Job] = deque()
-        self._notifications: deque[Notification] = deque()
         self._questions: deque[tuple[str, bytes]] = deque()  # and answers, with who sent them
         self._stopping = False
         self._served: ServedReads[Connection]
@@ -101,19 +100,14 @@ class Worker:
                 self.connections.lose(connection, str(translated))
             raise translated from error
 
-    def take(self) -> tuple[tuple[Job, ...], tuple[Notification, ...]]:
-        """Return what has happened since the last call."""
+    def collect(self) -> None:
+        """Fetch what has arrived."""
         # While the thread works it collects the notifications itself; nobody waits for it here.
         if not self._stopping and self._library.acquire(blocking=False):
             try:
                 self._collect()
             finally:
                 self._library.release()
-        with self._change:
-            finished, notifications = tuple(self._finished), tuple(self._notifications)
-            self._finished.clear()
-            self._notifications.clear()
-        return finished, notifications
 
     def stop(self, timeout_s: float) -> bool:
         """End the thread once all is done, or the time is over; say whether it ended."""
@@ -269,8 +263,6 @@ class Worker:
         job.state, job.reason = state, reason
         with self._change:
             self.connections.end(job.connection)
-            if job.handle is not None:
-                self._finished.append(job)
         if job.then is not None:
             job.then(state, reason)
         job.ended.set()
@@ -289,7 +281,7 @@ class Worker:
                     if payload is None:
                         self._questions.append((sender, message))
                     else:
-                        self._notifications.append(Notification(sender, payload))
+                        self._events.heard(sender, payload)
             if self._questions:
                 self._change.notify_all()  # it may be another thread that has collected them
         return len(arrived)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from kvbridge.errors import TransportError
 from kvbridge.transport import Descriptors, Path, Region, RegionTable
-from kvbridge_ucx.ucp import Context
+from kvbridge_ucx.context import Context
 
 if TYPE_CHECKING:
     from kvbridge_ucx.job import Job

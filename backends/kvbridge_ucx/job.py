@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from kvbridge.transport import Descriptors, Ended, Op
 from kvbridge_ucx.connections import Route
-from kvbridge_ucx.ucp import Context
+from kvbridge_ucx.context import Context
 
 UInt64Array = NDArray[np.uint64]
 

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from kvbridge.transport import Region
-from kvbridge_ucx.peering import AgentCard
+from kvbridge_ucx.context import Context, Mapped
+from kvbridge_ucx.peering import NAME, AgentCard
 from kvbridge_ucx.translate import UcxError
-from kvbridge_ucx.ucp import Context, Mapped
 
 
 class MappedMemory:
@@ -13,13 +13,14 @@ class MappedMemory:
 
     Attributes:
         card: What this agent publishes, but for its memory.
-        agent_info: The whole of it, sealed.
+        info: The whole of it.
+        agent_info: The same, sealed.
     """
 
     def __init__(self, context: Context, card: AgentCard) -> None:
         """Start with none."""
         self.card = card
-        self.agent_info = card.seal()
+        self.info, self.agent_info = card.encode(), card.seal(NAME)
         self._context = context
         self._mapped: dict[Region, Mapped] = {}
         self._retired: list[Mapped] = []
@@ -64,4 +65,5 @@ class MappedMemory:
 
     def _publish(self) -> None:
         rkeys = ((region, mapped.rkey) for region, mapped in self._mapped.items())
-        self.agent_info = self.card.with_memory(rkeys).seal()
+        card = self.card.with_memory(rkeys)
+        self.info, self.agent_info = card.encode(), card.seal(NAME)

@@ -8,7 +8,7 @@ from pathlib import Path as FilePath
 import msgspec
 
 from kvbridge.errors import TransportError
-from kvbridge.transport import Path, Peer, Region, open_agent_info, seal_agent_info
+from kvbridge.transport import Card, Path, Peer, Region
 from kvbridge_ucx.config import LOOPBACK
 from kvbridge_ucx.connections import Route
 
@@ -25,7 +25,7 @@ _PATHS: tuple[tuple[Path, tuple[str, ...]], ...] = (
 NATIVE_PATHS = frozenset({"cma", "shm", "rdma"})
 
 
-class AgentCard(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class AgentCard(Card, frozen=True):
     """What an agent publishes.
 
     Attributes:
@@ -55,31 +55,12 @@ class AgentCard(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
         memory = tuple((r.address, r.nbytes, r.memory_kind, r.device, key) for r, key in rkeys)
         return msgspec.structs.replace(self, memory=memory)
 
-    def seal(self) -> bytes:
-        """Return what peers are given."""
-        return seal_agent_info(NAME, msgspec.msgpack.encode(self))
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UcxPeer(Peer):
     """A peer, and the way to it."""
 
     route: Route
-
-
-def read_card(agent_info: bytes) -> AgentCard:
-    """Open what a peer published.
-
-    Raises:
-        TransportError: It is garbled, or its fields are not those of this version.
-    """
-    try:
-        return msgspec.msgpack.decode(open_agent_info(NAME, agent_info), type=AgentCard)
-    except msgspec.MsgspecError as error:
-        raise TransportError(
-            f"agent info for transport 'ucx' has unknown fields ({error}); "
-            "run the same KVBridge version on both sides"
-        ) from error
 
 
 def network() -> str:

@@ -7,7 +7,7 @@ from kvbridge.errors import TransportError
 from kvbridge.transport import Descriptors, Ended, Region
 from kvbridge_ucx.connections import Route
 from kvbridge_ucx.job import Job
-from kvbridge_ucx.peering import check_reachable, read_card
+from kvbridge_ucx.peering import NAME, AgentCard, check_reachable
 
 if TYPE_CHECKING:
     from kvbridge_ucx.worker import Worker
@@ -26,7 +26,7 @@ class UcxCarrier:
 
     def admit(self, sender: str, agent_info: bytes) -> Route:
         """Connect to an agent that wants to read."""
-        card = read_card(agent_info)
+        card = AgentCard.unseal(NAME, agent_info)
         if card.agent != sender:
             raise TransportError(f"agent {sender} introduces itself as {card.agent}")
         check_reachable(self._worker.memory.card, card)

@@ -1,37 +1,31 @@
 """The thread that owns UCX: it alone posts, progresses, and hears what arrives."""
 
-import contextlib
 import logging
-import os
-import select
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from functools import partial
-from typing import TypeVar
 
-from kvbridge.errors import KVBridgeError, PeerLostError, TransportError
+from kvbridge.errors import PeerLostError
 from kvbridge.transport import (
+    Events,
     LocalMemory,
-    Notification,
     Region,
     ServedReads,
     State,
     open_notification,
 )
 from kvbridge_ucx.connections import SETTLE_S, Connection, Connections, Route
+from kvbridge_ucx.context import Context
 from kvbridge_ucx.job import Batch, Job
+from kvbridge_ucx.mailbox import Mailbox
 from kvbridge_ucx.memory import MappedMemory
 from kvbridge_ucx.peering import AgentCard, path_of
 from kvbridge_ucx.serving import UcxCarrier
 from kvbridge_ucx.translate import UcxError, translate
-from kvbridge_ucx.ucp import Context
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 # More than this would only make UCX's queue for a peer longer, and closing slower.
 PIECES_IN_FLIGHT_MAX, NBYTES_IN_FLIGHT_MAX = 8192, 64 << 20
@@ -51,7 +45,8 @@ class Worker:
 
     Attributes:
         memory: What UCX knows of this agent's memory.
-        notifications: What peers sent, for the driver.
+        tell: Has something done soon, in the order of telling; see :class:`Mailbox`.
+        call: Has something done, and returns what it returns.
         crash: Why the thread ended by itself; empty unless it did.
     """
 
@@ -59,6 +54,7 @@ class Worker:
         self,
         make_context: Callable[[Callable[[str, bytes], None], Callable[[int, int], None]], Context],
         card: AgentCard,
+        events: Events,
         memory: LocalMemory,
         memory_kinds: frozenset[str],
     ) -> None:
@@ -69,7 +65,6 @@ class Worker:
         """
         self._context = make_context(self._receive, self._lose)
         self.memory = MappedMemory(self._context, card.at(self._context.address))
-        self.notifications: deque[Notification] = deque()
         self.crash = ""
         self._name = card.agent.encode()
         self._connections = Connections(self._context)
@@ -78,47 +73,25 @@ class Worker:
         )
         self._backlog: deque[Connection] = deque()  # those that have jobs to post
         self._complete: list[Job] = []
-        self._commands: deque[tuple[Callable[[], object], Future[None] | None]] = deque()
         self._stop_at: float | None = None
-        self._over = self._asleep = False
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._poller = select.poll()
-        for fd in (self._wake_fd, self._context.event_fd):
-            self._poller.register(fd, select.POLLIN)
+        self._events = events
+        self._mailbox = Mailbox(self._context.event_fd)
+        self.tell, self.call = self._mailbox.tell, self._mailbox.call
         self._thread = threading.Thread(target=self._run, name="kvbridge-ucx", daemon=True)
         self._thread.start()
 
     # For other threads.
 
-    def tell(self, command: Callable[[], object], done: Future[None] | None = None) -> None:
-        """Have something done soon, in the order of telling."""
-        self._commands.append((command, done))
-        if self._over:
-            self._refuse_commands()
-        elif self._asleep:
-            os.eventfd_write(self._wake_fd, 1)
-
-    def call(self, function: Callable[[], T]) -> T:
-        """Have something done, and return what it returns.
-
-        Raises:
-            TransportError: The thread has ended.
-        """
-        results: list[T] = []
-        done: Future[None] = Future()
-        self.tell(lambda: results.append(function()), done)
-        done.result()
-        return results[0]
-
     def start(self, job: Job) -> None:
         """Start an operation soon."""
         self.tell(partial(self.begin, job))
 
-    def stop(self, timeout_s: float) -> None:
-        """End the thread once all is done, or the time is over."""
+    def stop(self, timeout_s: float) -> bool:
+        """End the thread once all is done, or the time is over; say whether it has ended."""
         self._stop_at = time.monotonic() + timeout_s
         self.tell(lambda: None)
         self._thread.join(timeout_s + CLOSE_S + 1.0)
+        return not self._thread.is_alive()
 
     # To be told or called, in the thread.
 
@@ -192,7 +165,7 @@ class Worker:
         looks = 0
         try:
             while not self._may_stop():
-                moved = self._obey() + self._post() + self._look()
+                moved = self._mailbox.obey() + self._post() + self._look()
                 looks = 0 if moved else looks + 1
                 if looks > EAGER_LOOKS:
                     self._sleep()
@@ -200,51 +173,21 @@ class Worker:
             logger.exception("the UCX worker thread failed")
             self.crash = f"the worker thread failed: {type(error).__name__}: {error}"
         finally:
-            self._over = True
-            self._refuse_commands()
+            self._mailbox.refuse()
             self._shut_down()
+            self._mailbox.close()
 
     def _may_stop(self) -> bool:
         if self._stop_at is None:
             return False
         jobs = (job for connection in self._connections for job in connection.jobs)
-        busy = self._commands or not all(job.given_up for job in jobs)
+        busy = self._mailbox or not all(job.given_up for job in jobs)
         return not busy or time.monotonic() >= self._stop_at
 
     def _sleep(self) -> None:
         """Wait until UCX or another thread has something to do."""
-        self._asleep = True
-        if not self._commands and self._context.arm():
-            watching = self._served.waiting or self._connections.settling
-            self._poller.poll(1000 * (TICK_S if watching else IDLE_S))
-        self._asleep = False
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._wake_fd)
-
-    def _obey(self) -> int:
-        obeyed = 0
-        while self._commands:
-            command, done = self._commands.popleft()
-            obeyed += 1
-            if done is None:
-                command()
-                continue
-            try:
-                command()
-            except (KVBridgeError, UcxError) as error:
-                done.set_exception(error)
-            except Exception as error:
-                done.set_exception(TransportError(f"transport 'ucx' is broken: {error!r}"))
-                raise
-            else:
-                done.set_result(None)
-        return obeyed
-
-    def _refuse_commands(self) -> None:
-        while self._commands:
-            _, done = self._commands.popleft()
-            if done is not None:
-                done.set_exception(TransportError("transport 'ucx' was closed meanwhile"))
+        watching = self._served.waiting or self._connections.settling
+        self._mailbox.sleep(self._context.arm, TICK_S if watching else IDLE_S)
 
     def _post(self) -> int:
         posted, until = 0, time.monotonic() + POST_SLICE_S
@@ -329,7 +272,7 @@ class Worker:
         if payload is None:
             self._served.receive(sender, message)
         else:
-            self.notifications.append(Notification(sender, payload))
+            self._events.heard(sender, payload)
 
     def _unmap_if_alone(self) -> None:
         if not any(True for _ in self._connections):
@@ -345,8 +288,6 @@ class Worker:
         except UcxError:
             logger.exception("UCX could not be closed")
             closed = False
-        finally:
-            os.close(self._wake_fd)
         for job in jobs if closed else ():
             if not job.served or job.route.connection.path in QUIET_ONCE_CLOSED:
                 self._end(job, State.FAILED, "the transport was closed")

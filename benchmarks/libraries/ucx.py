@@ -7,7 +7,7 @@ from benchmarks.libraries.library import WAIT_S, Library
 from kvbridge.transport import Descriptors, Op, Region
 from kvbridge_ucx import library
 from kvbridge_ucx.config import UcxConfig
-from kvbridge_ucx.ucp import Context
+from kvbridge_ucx.context import Context
 
 
 class Ucx(Library):

@@ -17,9 +17,12 @@ from kvbridge.transport.base import (
     TransportConfig,
 )
 from kvbridge.transport.capabilities import Capabilities
+from kvbridge.transport.card import Card
 from kvbridge.transport.carried import tcp_nbytes_sent
 from kvbridge.transport.descriptors import Descriptors
+from kvbridge.transport.driver import Agent, Driver
 from kvbridge.transport.environment import UCX_VARIABLES, ucx_environment
+from kvbridge.transport.events import Events
 from kvbridge.transport.frame import open_agent_info, seal_agent_info
 from kvbridge.transport.memory import LocalMemory, RegionTable
 from kvbridge.transport.registry import (
@@ -36,11 +39,15 @@ from kvbridge.transport.wrappers import Fault, Faults, FaultyTransport, Record, 
 __all__ = [
     "TRANSPORT_API_VERSION",
     "UCX_VARIABLES",
+    "Agent",
     "Availability",
     "Capabilities",
+    "Card",
     "Carrier",
     "Descriptors",
+    "Driver",
     "Ended",
+    "Events",
     "Fault",
     "Faults",
     "FaultyTransport",

@@ -45,7 +45,7 @@ class Availability(NamedTuple):
     hint: str = ""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Peer:
     """A remote agent that this agent can reach. Drivers may extend it.
 
@@ -76,6 +76,7 @@ class Handle:
         nbytes: How many bytes it moves.
         pinned: The local regions it uses until it is quiet.
         id: Number of the operation within this process, for logs.
+        abandoned: Nobody waits for it any more.
     """
 
     op: Op
@@ -83,6 +84,7 @@ class Handle:
     nbytes: int
     pinned: frozenset[Region] = frozenset()
     id: int = field(default_factory=lambda: next(_handle_ids))
+    abandoned: bool = False
 
 
 class Finished(NamedTuple):
@@ -124,6 +126,9 @@ class Transport(ABC):
     submits and polls; a driver serialises what its library cannot do at once. All other calls
     come from one thread at a time. No call is made from a forked child: :meth:`check_process`
     refuses that.
+
+    Most of this is the same for all: :class:`~kvbridge.transport.Driver` does it, and leaves to be
+    written what is a driver's own.
 
     A driver imports ``kvbridge.transport`` and ``kvbridge.errors`` and nothing else of KVBridge.
     Exceptions of its library never leave it: what the caller did wrong raises one of our errors,
@@ -174,6 +179,7 @@ class Transport(ABC):
         Raises:
             OutOfBoundsError: A region overlaps a registered one.
             NotSupportedError: A region is of a memory kind that is not declared.
+            TransportError: A region is not all memory of this process that can be read.
         """
 
     @abstractmethod
@@ -199,6 +205,7 @@ class Transport(ABC):
             timeout_s: How long it may take.
 
         Raises:
+            ConfigError: ``timeout_s`` is not between 0 and a day.
             TransportError: The info is garbled or made by another transport.
             PeerLostError: The peer does not exist any more or does not answer in time.
         """
@@ -231,6 +238,7 @@ class Transport(ABC):
             NotSupportedError: The operation, or a notification with it, is not declared.
             OutOfBoundsError: Lengths differ, or a piece is outside the registered memory.
             PeerLostError: The peer is already known to be gone.
+            TransportError: A read would go into memory that can only be read.
         """
 
     @abstractmethod
@@ -244,21 +252,36 @@ class Transport(ABC):
 
     @abstractmethod
     def poll(self) -> Poll:
-        """Return the operations that became quiet and the notifications that came. Never waits."""
+        """Return the operations that became quiet and the notifications that came. Never waits.
+
+        After :meth:`close` it returns what has ended since the last call.
+
+        Raises:
+            TransportError: The agent was never opened, or is broken.
+        """
 
     @abstractmethod
     def abandon(self, handle: Handle) -> None:
-        """Say that nobody waits for a handle; ``poll`` still reports when it has become quiet."""
+        """Say that nobody waits for a handle; ``poll`` still reports when it has become quiet.
+
+        That is no error after its end either.
+
+        Raises:
+            TransportError: :meth:`submit` of this transport has not returned it.
+        """
 
     @abstractmethod
     def close(self, *, timeout_s: float = 5.0) -> tuple[Region, ...]:
-        """Stop the agent. Idempotent.
+        """Stop the agent, for good: it cannot be opened again. Idempotent.
 
         Args:
-            timeout_s: How long to wait for operations in flight.
+            timeout_s: How long to wait for operations in flight; 0 does not wait.
 
         Returns:
             The regions that are not proven quiet: keep that memory mapped.
+
+        Raises:
+            ConfigError: ``timeout_s`` is not between 0 and a day.
         """
 
     # What follows is offered to drivers, so that each check exists once.
@@ -285,7 +308,7 @@ class Transport(ABC):
         for region in regions:
             if region.memory_kind not in self.capabilities.memory_kinds:
                 raise NotSupportedError(
-                    f"transport {self.name!r} cannot register {region.memory_kind!r} memory; "
+                    f"transport {self.name!r} cannot use {region.memory_kind!r} memory; "
                     f"it declares {sorted(self.capabilities.memory_kinds)}"
                 )
 
@@ -303,6 +326,7 @@ class Transport(ABC):
             OutOfBoundsError: The lists differ in number or lengths, or leave registered memory.
         """
         self.check_process()
+        self._check_pieces(local, remote)
         can = peer.capabilities
         if op not in ("read", "write") or not (can.read if op == "read" else can.write):
             raise NotSupportedError(
@@ -338,7 +362,7 @@ class Transport(ABC):
                 f"{peer.agent}; it declares {sorted(can.memory_kinds)}"
             )
         peer.table.locate(remote, f"peer {peer.agent}")
-        return self.memory.pin(local)
+        return self.memory.pin(local, changes=op == "read")
 
     def check_notification(self, peer: Peer, payload: bytes) -> None:
         """Refuse free-standing notifications that are not declared or too large.
@@ -351,6 +375,13 @@ class Transport(ABC):
         if not peer.capabilities.notify:
             raise NotSupportedError(f"transport {self.name!r} does not offer notifications")
         self._check_notification_size(peer, payload)
+
+    def _check_pieces(self, local: object, remote: object) -> None:
+        if not (isinstance(local, Descriptors) and isinstance(remote, Descriptors)):
+            raise OutOfBoundsError(
+                "local and remote pieces are Descriptors(address, nbytes), got "
+                f"{type(local).__name__} and {type(remote).__name__}"
+            )
 
     def _check_payload(self, payload: object) -> None:
         # Found out later, it would leave memory pinned for an operation that never was.

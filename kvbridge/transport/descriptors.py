@@ -64,4 +64,4 @@ class Descriptors:
     @property
     def total_nbytes(self) -> int:
         """Sum of all lengths."""
-        return int(self.nbytes.sum())
+        return int(np.add.reduce(self.nbytes))

@@ -46,9 +46,13 @@ def open_agent_info(transport: str, framed: bytes) -> bytes:
     """Return the payload of a frame, once everything about it has been checked.
 
     Raises:
-        TransportError: The frame is too large, garbled, truncated, of another version, or was
-            made by another transport.
+        TransportError: The frame is no bytes, too large, garbled, truncated, of another version,
+            or was made by another transport.
     """
+    if not isinstance(framed, bytes | bytearray | memoryview):
+        raise TransportError(
+            f"agent info must be the bytes that the peer's agent_info() returned, got {framed!r}"
+        )
     if len(framed) > FRAME_MAX_BYTES:
         raise TransportError(
             f"agent info of {len(framed)} bytes is larger than the {FRAME_MAX_BYTES} allowed"

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvbridge.errors import MemoryBusyError, OutOfBoundsError
+from kvbridge.errors import MemoryBusyError, OutOfBoundsError, TransportError
 from kvbridge.model.memory import Region
 from kvbridge.transport.descriptors import Descriptors
+from kvbridge.transport.mappings import find_read_only
 
 
 class RegionTable:
@@ -84,6 +85,7 @@ class LocalMemory:
         self._lock = threading.Lock()
         self._table = RegionTable(())
         self._users: dict[Region, int] = {}
+        self._read_only: frozenset[Region] = frozenset()
 
     @property
     def regions(self) -> tuple[Region, ...]:
@@ -95,9 +97,12 @@ class LocalMemory:
 
         Raises:
             OutOfBoundsError: One of them overlaps another.
+            TransportError: One of them is not all there.
         """
+        read_only = find_read_only(regions)
         with self._lock:
             self._table = RegionTable([*self._table.regions, *regions])
+            self._read_only |= read_only
 
     def remove(self, regions: Sequence[Region]) -> None:
         """Forget regions.
@@ -120,16 +125,29 @@ class LocalMemory:
                         f"{self._users[region]} operations in flight; poll until they have ended"
                     )
             self._table = RegionTable(known - set(regions))
+            self._read_only -= set(regions)
 
-    def pin(self, descriptors: Descriptors) -> frozenset[Region]:
+    def pin(self, descriptors: Descriptors, *, changes: bool = False) -> frozenset[Region]:
         """Check descriptors and mark the regions under them as used by one operation.
+
+        Args:
+            descriptors: The memory that it uses.
+            changes: Whether it writes there.
 
         Raises:
             OutOfBoundsError: A descriptor lies outside the registered memory.
+            TransportError: The operation would write to memory that can only be read.
         """
         with self._lock:
-            touched = np.unique(self._table.locate(descriptors, "this agent"))
-            regions = frozenset(self._table.regions[int(i)] for i in touched)
+            # Counting is several times as fast as sorting, and there are few regions.
+            uses = np.bincount(self._table.locate(descriptors, "this agent"))
+            regions = frozenset(self._table.regions[i] for i in uses.nonzero()[0].tolist())
+            if changes and self._read_only and not self._read_only.isdisjoint(regions):
+                region = min(self._read_only & regions, key=lambda region: region.address)
+                raise TransportError(
+                    f"cannot read into region {region.address:#x}+{region.nbytes}: it could not be "
+                    "written when it was registered; read into memory that can"
+                )
             for region in regions:
                 self._users[region] = self._users.get(region, 0) + 1
             return regions

@@ -27,36 +27,30 @@ from kvbridge.errors import (
 )
 from kvbridge.transport import Op, Peer, State, Transport, open_transport
 from kvbridge_mooncake import MooncakeTransport, library
+from kvbridge_mooncake.agent import MooncakeAgent
 from kvbridge_mooncake.channel import BACKLOG_MAX_BYTES
 from kvbridge_mooncake.peering import EngineNames
 from kvbridge_mooncake.sockets import _sockets, listening_ports
 from kvbridge_mooncake.wire import NOTIFY_MAX_BYTES, AgentCard, encode, encode_hello
 from tests.conformance.peer_process import Agent, PeerProcess
+from tests.integration.drivers import (
+    KIB,
+    MIB,
+    OPS,
+    MakeAgent,
+    agents,
+    everything,
+    run,
+    two_agents,
+    without_package,
+)
 from tests.network import private_network
 
 pytestmark = pytest.mark.multi_process
 
-KIB, MIB = 1 << 10, 1 << 20
 OPTIONS = {"allow_open_data_port": True}
-OPS: tuple[Op, ...] = ("read", "write")
 
-TWO_AGENTS = """
-import numpy as np
-from kvbridge.transport import Descriptors, Region, open_transport
-agents, memory = [], np.arange(2 * 65536, dtype=np.uint8).reshape(2, -1)
-for row in memory:
-    agent = open_transport({"transport": "mooncake", "options": {"allow_open_data_port": True}})
-    agent.register([Region(row.ctypes.data, row.nbytes)])
-    agents.append(agent)
-reader, owner = agents
-peer = reader.add_peer(owner.agent_info(), owner.memory.regions, timeout_s=20)
-pieces = [Descriptors([row.ctypes.data], [row.nbytes]) for row in memory]
-memory[0] = 7
-reader.submit("read", peer, *pieces)
-while not (finished := reader.poll().finished):
-    pass
-assert finished[0].state.value == "done" and (memory[0] == memory[1]).all()
-"""
+TWO_AGENTS = two_agents("mooncake", OPTIONS)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -76,15 +70,8 @@ def _alone(
 
 
 @pytest.fixture
-def make_agent() -> Iterator[Callable[..., Agent]]:
-    with ExitStack() as stack:
-
-        def make(nbytes: int = 64 * KIB, **options: Any) -> Agent:
-            made = Agent("mooncake", nbytes, OPTIONS | options)
-            stack.callback(made.transport.close, timeout_s=0.2)
-            return made
-
-        yield make
+def make_agent() -> Iterator[MakeAgent]:
+    yield from agents("mooncake", OPTIONS)
 
 
 @pytest.fixture
@@ -93,30 +80,16 @@ def make_owner() -> Iterator[Callable[..., PeerProcess]]:
         yield lambda nbytes=64 * KIB: stack.enter_context(PeerProcess("mooncake", nbytes, OPTIONS))
 
 
-def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    clean = {k: v for k, v in os.environ.items() if not k.startswith("MC_")}
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        env={**clean, **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-
-
-def parts_of(transport: Transport) -> Any:
-    """Engine, worker, hub and card, to spy on."""
-    assert isinstance(transport, MooncakeTransport)
-    assert transport._parts is not None
-    return transport._parts
+def agent_of(agent: Agent) -> MooncakeAgent:
+    assert isinstance(agent.transport, MooncakeTransport)
+    return agent.transport._opened()
 
 
 class Spy:
     """An engine that notes what it is asked."""
 
     def __init__(self, agent: Agent) -> None:
-        self.engine, self.worker, *_ = parts_of(agent.transport)
+        self.engine, self.worker = agent_of(agent).engine, agent_of(agent).worker
         self.posted: list[tuple[Any, ...]] = []  # the arguments, and the id
         self.statuses: list[tuple[int, int]] = []
         self.worker._engine = self
@@ -139,10 +112,6 @@ class Spy:
         piece = post(*what)
         self.posted.append((*what, piece))
         return piece
-
-
-def everything(agent: Agent) -> list[tuple[int, int]]:
-    return [(0, agent.arena.data.size)]
 
 
 def blocks(nbytes: int, block: int = 4 * KIB) -> list[tuple[int, int]]:
@@ -176,9 +145,9 @@ def test_without_consent_it_refuses_and_listens_nowhere() -> None:
     assert listening_ports() == before
 
 
-def test_the_reason_for_the_consent_still_holds(make_agent: Callable[..., Agent]) -> None:
+def test_the_reason_for_the_consent_still_holds(make_agent: MakeAgent) -> None:
     agent = make_agent()
-    _, _, hub, card = parts_of(agent.transport)
+    hub, card = agent_of(agent).hub, agent_of(agent).card
     listening = run("print(open('/proc/net/tcp').read(), open('/proc/net/tcp6').read())").stdout
     bound = {row.split()[1] for row in listening.splitlines() if " 0A " in row}
     assert f"00000000:{card.engine_port:04X}" in bound
@@ -233,21 +202,7 @@ def test_importing_the_driver_loads_no_library() -> None:
 
 
 def test_without_the_library_probe_says_how_to_install_it() -> None:
-    code = """
-import sys
-class Blocker:
-    def find_spec(self, name, path=None, target=None):
-        if name.startswith("mooncake"):
-            raise ModuleNotFoundError(name)
-sys.meta_path.insert(0, Blocker())
-from kvbridge.errors import TransportUnavailableError
-from kvbridge_mooncake import MooncakeTransport
-print(*MooncakeTransport.probe(), sep="|")
-try:
-    MooncakeTransport().open({"allow_open_data_port": True})
-except TransportUnavailableError as error:
-    print(error.hint)
-"""
+    code = without_package("mooncake", "kvbridge_mooncake:MooncakeTransport", OPTIONS)
     first, second = run(code).stdout.splitlines()
     assert first.startswith("False|none of mooncake-transfer-engine-non-cuda, ")
     assert first.endswith(second)
@@ -276,24 +231,11 @@ def test_a_library_that_cannot_be_loaded_is_named_with_its_package(
     assert said.value.hint.endswith("libnuma1")
 
 
-def test_nothing_reaches_an_engine_that_was_not_started() -> None:
-    unopened = MooncakeTransport()
-    uses: tuple[Callable[[], object], ...] = (
-        unopened.agent_info,
-        unopened.poll,
-        lambda: unopened.register([]),
-    )
-    for use in uses[:1] + uses[2:]:
-        with pytest.raises(TransportError, match="not open"):
-            use()
-    assert unopened.poll() == ((), ())
-
-
 # ------------------------------------------------------------------------------ pieces and ids
 
 
 def test_each_piece_is_a_batch_and_its_id_is_not_used_after_its_end(
-    make_agent: Callable[..., Agent],
+    make_agent: MakeAgent,
 ) -> None:
     here, there = make_agent(4 * MIB), make_agent(4 * MIB)
     there.arena.fill(3, 4 * MIB)
@@ -314,7 +256,7 @@ def test_each_piece_is_a_batch_and_its_id_is_not_used_after_its_end(
     assert not live
 
 
-def test_empty_pieces_are_not_posted(make_agent: Callable[..., Agent]) -> None:
+def test_empty_pieces_are_not_posted(make_agent: MakeAgent) -> None:
     here, there = make_agent(), make_agent()
     peer = here.add(there.address_card)
     spy = Spy(here)
@@ -325,7 +267,7 @@ def test_empty_pieces_are_not_posted(make_agent: Callable[..., Agent]) -> None:
     assert len(spy.posted) == 1
 
 
-def test_more_pieces_than_mooncake_queues_by_default(make_agent: Callable[..., Agent]) -> None:
+def test_more_pieces_than_mooncake_queues_by_default(make_agent: MakeAgent) -> None:
     here, there = make_agent(2 * MIB), make_agent(2 * MIB)
     there.arena.fill(5, 2 * MIB)
     peers = [here.add(there.address_card) for _ in range(6)]
@@ -336,7 +278,7 @@ def test_more_pieces_than_mooncake_queues_by_default(make_agent: Callable[..., A
 
 
 def test_submit_does_not_wait_for_the_bytes(
-    make_agent: Callable[..., Agent], make_owner: Callable[..., PeerProcess]
+    make_agent: MakeAgent, make_owner: Callable[..., PeerProcess]
 ) -> None:
     here, owner = make_agent(64 * MIB), make_owner(64 * MIB)
     peer = here.add(owner.address_card)
@@ -349,7 +291,7 @@ def test_submit_does_not_wait_for_the_bytes(
 # --------------------------------------------------------------------------- who is the peer
 
 
-def test_garbled_agent_info_never_reaches_the_library(make_agent: Callable[..., Agent]) -> None:
+def test_garbled_agent_info_never_reaches_the_library(make_agent: MakeAgent) -> None:
     here, there = make_agent(), make_agent()
     info, regions = there.address_card
     spy = Spy(here)
@@ -363,7 +305,7 @@ def test_garbled_agent_info_never_reaches_the_library(make_agent: Callable[..., 
     check_reads(here, here.add((info, regions)))
 
 
-def test_an_agent_is_not_its_own_peer(make_agent: Callable[..., Agent]) -> None:
+def test_an_agent_is_not_its_own_peer(make_agent: MakeAgent) -> None:
     agent = make_agent()
     with pytest.raises(TransportError, match="this agent itself"):
         agent.add(agent.address_card)
@@ -371,7 +313,7 @@ def test_an_agent_is_not_its_own_peer(make_agent: Callable[..., Agent]) -> None:
 
 @pytest.mark.parametrize("silent", ["control_port", "engine_port"])
 def test_a_silent_host_takes_no_longer_than_allowed_and_stops_nobody(
-    silent: str, make_agent: Callable[..., Agent]
+    silent: str, make_agent: MakeAgent
 ) -> None:
     """Mooncake's own first contact would stop all operations of the engine for a minute."""
     here, there = make_agent(), make_agent()
@@ -397,7 +339,7 @@ def test_a_silent_host_takes_no_longer_than_allowed_and_stops_nobody(
     assert isinstance(raised[0], PeerLostError), raised
 
 
-def test_a_host_that_refuses_is_lost_at_once(make_agent: Callable[..., Agent]) -> None:
+def test_a_host_that_refuses_is_lost_at_once(make_agent: MakeAgent) -> None:
     here, there = make_agent(), make_agent()
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
@@ -409,7 +351,7 @@ def test_a_host_that_refuses_is_lost_at_once(make_agent: Callable[..., Agent]) -
         assert time.monotonic() - start < 10
 
 
-def test_another_agent_in_the_same_place_is_noticed(make_agent: Callable[..., Agent]) -> None:
+def test_another_agent_in_the_same_place_is_noticed(make_agent: MakeAgent) -> None:
     here, there, other = make_agent(), make_agent(), make_agent()
     card, others = card_of(there), card_of(other)
     moved = msgspec.structs.replace(card, control_port=others.control_port)
@@ -422,7 +364,7 @@ def test_another_agent_in_the_same_place_is_noticed(make_agent: Callable[..., Ag
 
 
 def test_a_port_that_was_an_earlier_agents_is_asked_anew(
-    monkeypatch: pytest.MonkeyPatch, make_agent: Callable[..., Agent]
+    monkeypatch: pytest.MonkeyPatch, make_agent: MakeAgent
 ) -> None:
     """Mooncake never forgets the data port that it once heard for "address:port"."""
     here = make_agent()
@@ -430,19 +372,19 @@ def test_a_port_that_was_an_earlier_agents_is_asked_anew(
     here.add(first.address_card)
     second = make_agent()
     cards = [card_of(first), card_of(second)]
-    names = [here.transport._names.name(card) for card in cards]  # type: ignore[attr-defined]
+    names = [agent_of(here).names.name(card) for card in cards]
     assert names == [f"127.0.0.1:{card.engine_port}" for card in cards]
     # As if the second had been given the port of a third, which has ended.
     third = msgspec.structs.replace(cards[1], agent="ended")
-    monkeypatch.setattr(here.transport, "_names", EngineNames())
-    here.transport._names.name(third)  # type: ignore[attr-defined]
+    monkeypatch.setattr(agent_of(here), "names", EngineNames())
+    agent_of(here).names.name(third)
     peer = here.add(second.address_card)
     assert peer.connection.engine == f"0x07f000001:{cards[1].engine_port}"  # type: ignore[attr-defined]
     check_reads(here, peer)
 
 
 def test_strangers_are_shown_out_and_disturb_nobody(
-    make_agent: Callable[..., Agent], caplog: pytest.LogCaptureFixture
+    make_agent: MakeAgent, caplog: pytest.LogCaptureFixture
 ) -> None:
     here, there = make_agent(), make_agent()
     peer = here.add(there.address_card)
@@ -475,7 +417,7 @@ def test_strangers_are_shown_out_and_disturb_nobody(
 
 
 def test_notifications_are_bytes_in_order_and_none_is_lost(
-    make_agent: Callable[..., Agent],
+    make_agent: MakeAgent,
 ) -> None:
     """Mooncake's own are text, and the large ones vanish without an error."""
     here, there = make_agent(), make_agent()
@@ -490,7 +432,7 @@ def test_notifications_are_bytes_in_order_and_none_is_lost(
 
 
 def test_a_peer_that_takes_no_notifications_blocks_nobody(
-    make_agent: Callable[..., Agent], make_owner: Callable[..., PeerProcess]
+    make_agent: MakeAgent, make_owner: Callable[..., PeerProcess]
 ) -> None:
     here, owner = make_agent(), make_owner()
     peer = here.add(owner.address_card)
@@ -521,7 +463,7 @@ def test_a_peer_that_takes_no_notifications_blocks_nobody(
 
 @pytest.mark.parametrize("op", OPS)
 def test_a_stopped_peer_leaves_its_operations_pending_until_it_goes_on(
-    op: Op, make_agent: Callable[..., Agent], make_owner: Callable[..., PeerProcess]
+    op: Op, make_agent: MakeAgent, make_owner: Callable[..., PeerProcess]
 ) -> None:
     here, owner, other = make_agent(9 * MIB), make_owner(9 * MIB), make_owner(9 * MIB)
     stopped, good = here.add(owner.address_card), here.add(other.address_card)
@@ -545,7 +487,7 @@ def test_a_stopped_peer_leaves_its_operations_pending_until_it_goes_on(
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("op", OPS)
 def test_a_peer_may_be_stopped_for_longer_than_mooncake_waits(
-    op: Op, make_agent: Callable[..., Agent], make_owner: Callable[..., PeerProcess]
+    op: Op, make_agent: MakeAgent, make_owner: Callable[..., PeerProcess]
 ) -> None:
     here, owner = make_agent(8 * MIB), make_owner(8 * MIB)
     peer = here.add(owner.address_card)
@@ -564,7 +506,7 @@ def test_a_peer_may_be_stopped_for_longer_than_mooncake_waits(
 
 @pytest.mark.parametrize("op", OPS)
 def test_a_killed_peer_fails_its_operations_and_delays_nobody(
-    op: Op, make_agent: Callable[..., Agent], make_owner: Callable[..., PeerProcess]
+    op: Op, make_agent: MakeAgent, make_owner: Callable[..., PeerProcess]
 ) -> None:
     here, owner, other = make_agent(32 * MIB), make_owner(32 * MIB), make_owner(32 * MIB)
     lost, good = here.add(owner.address_card), here.add(other.address_card)
@@ -585,7 +527,7 @@ def test_a_killed_peer_fails_its_operations_and_delays_nobody(
 
 
 def test_the_end_of_an_idle_peer_is_an_event(
-    make_agent: Callable[..., Agent], make_owner: Callable[..., PeerProcess]
+    make_agent: MakeAgent, make_owner: Callable[..., PeerProcess]
 ) -> None:
     here, owner = make_agent(), make_owner()
     peer = here.add(owner.address_card)
@@ -597,7 +539,7 @@ def test_the_end_of_an_idle_peer_is_an_event(
 
 
 def test_a_peer_killed_while_stopped_fails_what_was_pending(
-    make_agent: Callable[..., Agent], make_owner: Callable[..., PeerProcess]
+    make_agent: MakeAgent, make_owner: Callable[..., PeerProcess]
 ) -> None:
     here, owner = make_agent(8 * MIB), make_owner(8 * MIB)
     peer = here.add(owner.address_card)
@@ -610,7 +552,7 @@ def test_a_peer_killed_while_stopped_fails_what_was_pending(
 
 
 def test_ended_peers_leave_no_sockets_behind(
-    make_agent: Callable[..., Agent], make_owner: Callable[..., PeerProcess]
+    make_agent: MakeAgent, make_owner: Callable[..., PeerProcess]
 ) -> None:
     """Mooncake closes a socket only when it is used, and nobody uses those of the dead."""
     here = make_agent(MIB)
@@ -639,7 +581,7 @@ def closed_by_others() -> int:
 
 @pytest.mark.parametrize("op", OPS)
 def test_the_owner_refuses_what_it_has_not_registered_and_lives(
-    op: Op, make_agent: Callable[..., Agent]
+    op: Op, make_agent: MakeAgent
 ) -> None:
     here, there = make_agent(), make_agent()
     peer = here.add(there.address_card)
@@ -656,7 +598,7 @@ def test_the_owner_refuses_what_it_has_not_registered_and_lives(
 
 def test_a_failure_is_reported_only_once_the_peer_says_it_is_quiet(
     monkeypatch: pytest.MonkeyPatch,
-    make_agent: Callable[..., Agent],
+    make_agent: MakeAgent,
     make_owner: Callable[..., PeerProcess],
 ) -> None:
     here, owner = make_agent(), make_owner()
@@ -678,6 +620,17 @@ def test_a_failure_is_reported_only_once_the_peer_says_it_is_quiet(
 LATE_BYTES = """
 import os, signal, sys, time
 from tests.conformance.peer_process import Agent, PeerProcess
+from tests.integration.drivers import (
+    KIB,
+    MIB,
+    OPS,
+    MakeAgent,
+    agents,
+    everything,
+    run,
+    two_agents,
+    without_package,
+)
 from kvbridge.transport import State
 if __name__ == "__main__":
     options = {"allow_open_data_port": True}
@@ -727,7 +680,7 @@ def test_bytes_that_come_after_mooncakes_failure_come_before_ours(tmp_path: Path
 
 
 def test_closing_with_operations_in_flight_leaves_all_memory_quiet(
-    make_agent: Callable[..., Agent], make_owner: Callable[..., PeerProcess]
+    make_agent: MakeAgent, make_owner: Callable[..., PeerProcess]
 ) -> None:
     here, owner = make_agent(32 * MIB), make_owner(32 * MIB)
     peer = here.add(owner.address_card)

@@ -1,14 +1,9 @@
 """What holds for the transport ``nixl`` beyond what every transport must do."""
 
 import logging
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,40 +11,27 @@ import numpy as np
 import pytest
 
 from kvbridge.errors import ConfigError, PeerLostError, TransportError
-from kvbridge.transport import (
-    Descriptors,
-    Region,
-    State,
-    Transport,
-    open_agent_info,
-    seal_agent_info,
-)
+from kvbridge.transport import Descriptors, Region, State, Transport
 from kvbridge_nixl import NixlTransport, library
-from kvbridge_nixl.card import read_card
-from tests.conformance.peer_process import Agent, PeerProcess
+from kvbridge_nixl.card import AgentCard
+from tests.conformance.peer_process import PeerProcess
+from tests.integration.drivers import (
+    KIB,
+    MIB,
+    MakeAgent,
+    agents,
+    everything,
+    listening,
+    run,
+    two_agents,
+    without_package,
+)
 
 pytestmark = pytest.mark.multi_process
 
-KIB, MIB = 1 << 10, 1 << 20
 PATIENCE_S = 20.0
 
-TWO_AGENTS = """
-import numpy as np
-from kvbridge.transport import Descriptors, Region, open_transport
-agents, memory = [], np.arange(2 * 65536, dtype=np.uint8).reshape(2, -1)
-for row in memory:
-    agent = open_transport({"transport": "nixl"})
-    agent.register([Region(row.ctypes.data, row.nbytes)])
-    agents.append(agent)
-reader, owner = agents
-peer = reader.add_peer(owner.agent_info(), owner.memory.regions, timeout_s=20)
-pieces = [Descriptors([row.ctypes.data], [row.nbytes]) for row in memory]
-memory[0] = 7
-reader.submit("read", peer, *pieces)
-while not (finished := reader.poll().finished):
-    pass
-assert finished[0].state.value == "done" and (memory[0] == memory[1]).all()
-"""
+TWO_AGENTS = two_agents("nixl")
 
 
 @pytest.fixture(autouse=True)
@@ -58,38 +40,14 @@ def _nixl(usable_transport: Callable[[str], type[Transport]]) -> None:
 
 
 @pytest.fixture
-def make_agent() -> Iterator[Callable[..., Agent]]:
-    with ExitStack() as stack:
-
-        def make(nbytes: int = 64 * KIB, **options: Any) -> Agent:
-            made = Agent("nixl", nbytes, options)
-            stack.callback(made.transport.close, timeout_s=0.2)
-            return made
-
-        yield make
-
-
-def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("UCX_", "NIXL_"))}
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        env={**clean, **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+def make_agent() -> Iterator[MakeAgent]:
+    yield from agents("nixl")
 
 
 def agent_of(transport: Transport) -> Any:
     """NIXL's agent, to spy on."""
     assert isinstance(transport, NixlTransport)
-    assert transport._worker is not None
-    return transport._worker._agent
-
-
-def everything(agent: Agent) -> list[tuple[int, int]]:
-    return [(0, agent.arena.data.size)]
+    return transport._opened().worker._agent
 
 
 # ------------------------------------------------------------------------------ the library
@@ -108,21 +66,7 @@ def test_importing_the_driver_loads_no_library() -> None:
 
 
 def test_without_the_library_probe_says_how_to_install_it() -> None:
-    code = """
-import sys
-class Blocker:
-    def find_spec(self, name, path=None, target=None):
-        if name.startswith("nixl"):
-            raise ModuleNotFoundError(name)
-sys.meta_path.insert(0, Blocker())
-from kvbridge.errors import TransportUnavailableError
-from kvbridge_nixl import NixlTransport
-print(*NixlTransport.probe(), sep="|")
-try:
-    NixlTransport().open()
-except TransportUnavailableError as error:
-    print(error.hint)
-"""
+    code = without_package("nixl", "kvbridge_nixl:NixlTransport")
     first, second = run(code).stdout.splitlines()
     assert first.startswith("False|none of nixl_cu12, nixl_cu13 is installed|")
     assert first.endswith(second)
@@ -139,7 +83,7 @@ def test_loading_leaves_the_logging_of_the_process_alone() -> None:
 # ------------------------------------------------------------------------------- the device
 
 
-def test_it_listens_on_loopback_only(make_agent: Callable[..., Agent]) -> None:
+def test_it_listens_on_loopback_only(make_agent: MakeAgent) -> None:
     before = listening()
     make_agent()
     opened = listening() - before
@@ -147,23 +91,8 @@ def test_it_listens_on_loopback_only(make_agent: Callable[..., Agent]) -> None:
     assert {address for address, _ in opened} == {"0100007F"}
 
 
-def listening() -> set[tuple[str, str]]:
-    """Address and port of the listening TCP sockets of this process."""
-    mine = {_link(f) for f in Path("/proc/self/fd").iterdir()}
-    rows = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
-    found = [r[1].split(":") for r in rows if r[3] == "0A" and f"socket:[{r[9]}]" in mine]
-    return {(address, port) for address, port in found}
-
-
-def _link(path: Path) -> str:
-    try:
-        return str(path.readlink())
-    except FileNotFoundError:  # the descriptor that lists the folder
-        return ""
-
-
 def test_a_device_must_exist_and_agree_with_the_environment(
-    monkeypatch: pytest.MonkeyPatch, make_agent: Callable[..., Agent]
+    monkeypatch: pytest.MonkeyPatch, make_agent: MakeAgent
 ) -> None:
     with pytest.raises(ConfigError, match=r"device='nosuch0': this host has .*lo"):
         make_agent(device="nosuch0")
@@ -173,20 +102,19 @@ def test_a_device_must_exist_and_agree_with_the_environment(
 
 
 def test_a_peer_that_loopback_does_not_lead_to_is_refused(
-    make_agent: Callable[..., Agent],
+    make_agent: MakeAgent,
 ) -> None:
     here, there = make_agent(), make_agent()
     info, regions = there.address_card
-    card = read_card(open_agent_info("nixl", info))
+    card = AgentCard.unseal("nixl", info)
     elsewhere = msgspec.structs.replace(card, network="another host")
-    sealed = seal_agent_info("nixl", msgspec.msgpack.encode(elsewhere))
     with pytest.raises(TransportError, match="option 'device'"):
-        here.add((sealed, regions))
+        here.add((elsewhere.seal("nixl"), regions))
 
 
 @pytest.mark.parametrize(("lanes", "path"), [("all", "cma"), ("tcp", "tcp")])
 def test_the_path_is_what_carries_the_bytes(
-    lanes: str, path: str, monkeypatch: pytest.MonkeyPatch, make_agent: Callable[..., Agent]
+    lanes: str, path: str, monkeypatch: pytest.MonkeyPatch, make_agent: MakeAgent
 ) -> None:
     monkeypatch.setenv("UCX_TLS", lanes)
     with PeerProcess("nixl", 64 * KIB) as owner:
@@ -200,7 +128,7 @@ def test_the_path_is_what_carries_the_bytes(
 
 
 def test_garbled_metadata_never_reaches_the_library(
-    monkeypatch: pytest.MonkeyPatch, make_agent: Callable[..., Agent]
+    monkeypatch: pytest.MonkeyPatch, make_agent: MakeAgent
 ) -> None:
     here, there = make_agent(), make_agent()
     info, regions = there.address_card
@@ -226,7 +154,7 @@ def test_garbled_metadata_never_reaches_the_library(
 
 
 def test_memory_registered_later_is_reached_after_adding_the_peer_again(
-    make_agent: Callable[..., Agent],
+    make_agent: MakeAgent,
 ) -> None:
     here, there = make_agent(), make_agent()
     first = here.add(there.address_card)
@@ -243,7 +171,7 @@ def test_memory_registered_later_is_reached_after_adding_the_peer_again(
         here.submit("read", first, everything(here), everything(there))
 
 
-def test_memory_registered_anew_is_reached_again(make_agent: Callable[..., Agent]) -> None:
+def test_memory_registered_anew_is_reached_again(make_agent: MakeAgent) -> None:
     here, there = make_agent(), make_agent()
     for value in range(3):
         there.arena.data[:] = value
@@ -259,7 +187,7 @@ def test_memory_registered_anew_is_reached_again(make_agent: Callable[..., Agent
 # ------------------------------------------------------------------------------- operations
 
 
-def test_submit_does_not_wait_for_the_bytes(make_agent: Callable[..., Agent]) -> None:
+def test_submit_does_not_wait_for_the_bytes(make_agent: MakeAgent) -> None:
     nbytes = 256 * MIB
     here = make_agent(nbytes)
     with PeerProcess("nixl", nbytes) as owner:
@@ -274,7 +202,7 @@ def test_submit_does_not_wait_for_the_bytes(make_agent: Callable[..., Agent]) ->
         assert here.wait(handle).state is State.DONE
 
 
-def test_several_threads_may_post(make_agent: Callable[..., Agent]) -> None:
+def test_several_threads_may_post(make_agent: MakeAgent) -> None:
     here, there = make_agent(4 * MIB, num_threads=2), make_agent(4 * MIB)
     there.arena.data[:] = np.arange(4 * MIB) % 251
     peer = here.add(there.address_card)
@@ -286,7 +214,7 @@ def test_several_threads_may_post(make_agent: Callable[..., Agent]) -> None:
 
 @pytest.mark.parametrize("lanes", ["all", "tcp"])
 def test_a_killed_peer_leaves_the_agent_usable(
-    lanes: str, monkeypatch: pytest.MonkeyPatch, make_agent: Callable[..., Agent]
+    lanes: str, monkeypatch: pytest.MonkeyPatch, make_agent: MakeAgent
 ) -> None:
     monkeypatch.setenv("UCX_TLS", lanes)
     here = make_agent(32 * MIB)
@@ -309,7 +237,7 @@ def test_a_killed_peer_leaves_the_agent_usable(
 
 
 def test_a_peer_that_does_not_answer_can_be_added_once_it_does(
-    make_agent: Callable[..., Agent],
+    make_agent: MakeAgent,
 ) -> None:
     here = make_agent()
     with PeerProcess("nixl", 64 * KIB) as owner:
@@ -327,7 +255,7 @@ def test_a_peer_that_does_not_answer_can_be_added_once_it_does(
 
 
 def test_what_may_still_move_stays_pending_and_close_names_its_memory(
-    monkeypatch: pytest.MonkeyPatch, make_agent: Callable[..., Agent]
+    monkeypatch: pytest.MonkeyPatch, make_agent: MakeAgent
 ) -> None:
     here, there = make_agent(), make_agent()
     peer = here.add(there.address_card)

@@ -16,17 +16,15 @@ from kvbridge_nixl.connections import Connection
 from kvbridge_nixl.peering import NixlPeer
 from kvbridge_nixl.worker import Worker
 from tests.conformance.peer_process import (
-    PATIENCE_S,
     Agent,
     PeerProcess,
-    Pieces,
     pattern,
     pieces_at,
 )
+from tests.integration.drivers import KIB, MIB, MakeAgent, agents, everything, until
 
 pytestmark = pytest.mark.multi_process
 
-KIB, MIB = 1 << 10, 1 << 20
 NBYTES = 32 * MIB
 # What UCX may use, and the options that make reads served over it.
 LANES = {"tcp": ("tcp", {}), "cma": ("all", {"read_mode": "served"})}
@@ -50,15 +48,8 @@ def options(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture
-def make_agent() -> Iterator[Callable[..., Agent]]:
-    with ExitStack() as stack:
-
-        def make(nbytes: int = NBYTES, **options: Any) -> Agent:
-            made = Agent("nixl", nbytes, options)
-            stack.callback(made.transport.close, timeout_s=0.2)
-            return made
-
-        yield make
+def make_agent() -> Iterator[MakeAgent]:
+    yield from agents("nixl", nbytes=NBYTES)
 
 
 @pytest.fixture
@@ -73,23 +64,12 @@ def make_process() -> Iterator[Callable[..., PeerProcess]]:
 
 def worker_of(agent: Agent) -> Worker:
     assert isinstance(agent.transport, NixlTransport)
-    assert agent.transport._worker is not None
-    return agent.transport._worker
+    return agent.transport._opened().worker
 
 
 def connection_of(peer: Peer) -> Connection:
     assert isinstance(peer, NixlPeer)
     return peer.connection
-
-
-def everything(agent: Agent) -> Pieces:
-    return [(0, agent.arena.data.size)]
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not holds():
-        assert time.monotonic() < deadline
 
 
 def kill_readers(
@@ -129,7 +109,7 @@ def test_the_owner_outlives_many_killed_readers(
 
 def test_many_scattered_pieces_and_then_the_notification(
     make_process: Callable[..., PeerProcess],
-    make_agent: Callable[..., Agent],
+    make_agent: MakeAgent,
     options: dict[str, Any],
 ) -> None:
     owner, reader = make_process(), make_agent(**options)
@@ -150,7 +130,7 @@ def test_many_scattered_pieces_and_then_the_notification(
 
 def test_the_bytes_are_there_when_the_read_is_done(
     make_process: Callable[..., PeerProcess],
-    make_agent: Callable[..., Agent],
+    make_agent: MakeAgent,
     options: dict[str, Any],
 ) -> None:
     owner, reader = make_process(), make_agent(**options)
@@ -166,7 +146,7 @@ def test_the_bytes_are_there_when_the_read_is_done(
 
 def test_the_owner_need_not_poll(
     make_process: Callable[..., PeerProcess],
-    make_agent: Callable[..., Agent],
+    make_agent: MakeAgent,
     options: dict[str, Any],
 ) -> None:
     owner, reader = make_process(polls_when_idle=False), make_agent(**options)
@@ -176,7 +156,7 @@ def test_the_owner_need_not_poll(
 
 
 def test_memory_that_the_owner_took_back_is_refused(
-    make_agent: Callable[..., Agent], options: dict[str, Any]
+    make_agent: MakeAgent, options: dict[str, Any]
 ) -> None:
     owner, reader = make_agent(MIB), make_agent(MIB, **options)
     more = np.full(MIB, 9, np.uint8)
@@ -198,7 +178,7 @@ def test_memory_that_the_owner_took_back_is_refused(
 
 def test_memory_that_the_reader_registers_later_or_anew_is_served(
     make_process: Callable[..., PeerProcess],
-    make_agent: Callable[..., Agent],
+    make_agent: MakeAgent,
     options: dict[str, Any],
 ) -> None:
     owner, reader = make_process(), make_agent(MIB, **options)
@@ -220,7 +200,7 @@ def test_memory_that_the_reader_registers_later_or_anew_is_served(
 
 def test_memory_is_busy_while_it_is_served(
     make_process: Callable[..., PeerProcess],
-    make_agent: Callable[..., Agent],
+    make_agent: MakeAgent,
     options: dict[str, Any],
 ) -> None:
     owner, reader = make_agent(), make_process(options=options)
@@ -228,17 +208,17 @@ def test_memory_is_busy_while_it_is_served(
     reader.start("transfer_for_ever", "read", everything(owner), everything(owner))
     with pytest.raises(MemoryBusyError):
         for _ in range(100):
-            wait_until(lambda: bool(owner.transport.memory.busy))
+            until(lambda: bool(owner.transport.memory.busy))
             owner.transport.unregister([owner.arena.region])  # it may just have become free
             owner.transport.register([owner.arena.region])
     reader.kill()
-    wait_until(lambda: not owner.transport.memory.busy)
+    until(lambda: not owner.transport.memory.busy)
     owner.transport.unregister([owner.arena.region])
 
 
 def test_an_owner_killed_while_it_serves_leaves_quiet_memory(
     make_process: Callable[..., PeerProcess],
-    make_agent: Callable[..., Agent],
+    make_agent: MakeAgent,
     options: dict[str, Any],
 ) -> None:
     reader = make_agent(**options)
@@ -261,7 +241,7 @@ def test_an_owner_killed_while_it_serves_leaves_quiet_memory(
 
 def test_a_stopped_owner_keeps_the_read_pending(
     make_process: Callable[..., PeerProcess],
-    make_agent: Callable[..., Agent],
+    make_agent: MakeAgent,
     options: dict[str, Any],
 ) -> None:
     owner, reader = make_process(), make_agent(**options)
@@ -279,7 +259,7 @@ def test_a_stopped_owner_keeps_the_read_pending(
 
 @pytest.mark.parametrize("message", GARBLED, ids=bytes.hex)
 def test_garbled_messages_are_ignored(
-    message: bytes, make_agent: Callable[..., Agent], options: dict[str, Any]
+    message: bytes, make_agent: MakeAgent, options: dict[str, Any]
 ) -> None:
     owner, reader = make_agent(MIB), make_agent(MIB, **options)
     peer = reader.add(owner.address_card)

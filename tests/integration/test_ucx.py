@@ -1,15 +1,10 @@
 """What holds for the transport ``ucx`` beyond what every transport must do."""
 
 import mmap
-import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -28,22 +23,31 @@ from kvbridge.transport import (
     Region,
     State,
     Transport,
-    open_agent_info,
     open_transport,
-    seal_agent_info,
 )
 from kvbridge_ucx import UcxTransport
 from kvbridge_ucx.connections import Connection
+from kvbridge_ucx.context import Context
 from kvbridge_ucx.job import NBYTES_AT_ONCE, PIECES_AT_ONCE
 from kvbridge_ucx.peering import AgentCard
-from kvbridge_ucx.ucp import Context
 from kvbridge_ucx.worker import PIECES_IN_FLIGHT_MAX, Worker
 from tests.conformance.peer_process import Agent, PeerProcess
+from tests.integration.drivers import (
+    KIB,
+    MIB,
+    OPS,
+    MakeAgent,
+    agents,
+    everything,
+    listening,
+    run,
+    two_agents,
+    until,
+    without_package,
+)
 
 pytestmark = pytest.mark.multi_process
 
-KIB, MIB = 1 << 10, 1 << 20
-OPS: tuple[Op, ...] = ("read", "write")
 PATHS = pytest.mark.parametrize("options", [{}, {"tls": "tcp"}], ids=["cma", "tcp"])
 # Two kills for each seed; the full tier makes fifty of each kind.
 KILLS = 2
@@ -51,23 +55,7 @@ SEEDS = pytest.mark.parametrize(
     "seed", [0, *(pytest.param(seed, marks=[pytest.mark.full]) for seed in range(1, 25))]
 )
 
-TWO_AGENTS = """
-import numpy as np
-from kvbridge.transport import Descriptors, Region, open_transport
-agents, memory = [], np.arange(2 * 65536, dtype=np.uint8).reshape(2, -1)
-for row in memory:
-    agent = open_transport({"transport": "ucx"})
-    agent.register([Region(row.ctypes.data, row.nbytes)])
-    agents.append(agent)
-reader, owner = agents
-peer = reader.add_peer(owner.agent_info(), owner.memory.regions, timeout_s=20)
-pieces = [Descriptors([row.ctypes.data], [row.nbytes]) for row in memory]
-memory[0] = 7
-reader.submit("read", peer, *pieces)
-while not (finished := reader.poll().finished):
-    pass
-assert finished[0].state.value == "done" and (memory[0] == memory[1]).all()
-"""
+TWO_AGENTS = two_agents("ucx")
 
 
 @pytest.fixture(autouse=True)
@@ -76,33 +64,13 @@ def _ucx(usable_transport: Callable[[str], type[Transport]]) -> None:
 
 
 @pytest.fixture
-def make_agent() -> Iterator[Callable[..., Agent]]:
-    with ExitStack() as stack:
-
-        def make(nbytes: int = 64 * KIB, **options: Any) -> Agent:
-            made = Agent("ucx", nbytes, options)
-            stack.callback(made.transport.close, timeout_s=0.2)
-            return made
-
-        yield make
-
-
-def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    clean = {k: v for k, v in os.environ.items() if not k.startswith("UCX_")}
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        env={**clean, **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+def make_agent() -> Iterator[MakeAgent]:
+    yield from agents("ucx")
 
 
 def worker_of(agent: Agent) -> Worker:
     assert isinstance(agent.transport, UcxTransport)
-    assert agent.transport._worker is not None
-    return agent.transport._worker
+    return agent.transport._opened().worker
 
 
 def context_of(agent: Agent) -> Context:
@@ -111,17 +79,6 @@ def context_of(agent: Agent) -> Context:
 
 def connections_of(agent: Agent) -> list[Connection]:
     return list(worker_of(agent)._connections)
-
-
-def everything(agent: Agent) -> list[tuple[int, int]]:
-    return [(0, agent.arena.data.size)]
-
-
-def until(true: Callable[[], object], timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not true():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.005)
 
 
 # ------------------------------------------------------------------------------ the library
@@ -158,35 +115,20 @@ def test_importing_the_driver_loads_no_library() -> None:
 
 
 def test_without_the_library_probe_says_how_to_install_it() -> None:
-    code = """
-import ctypes.util, sys
-class Blocker:
-    def find_spec(self, name, path=None, target=None):
-        if name.startswith("libucx"):
-            raise ModuleNotFoundError(name)
-sys.meta_path.insert(0, Blocker())
-ctypes.util.find_library = lambda name: None
-from kvbridge.errors import TransportUnavailableError
-from kvbridge_ucx import UcxTransport
-print(*UcxTransport.probe(), sep="|")
-try:
-    UcxTransport().open()
-except TransportUnavailableError as error:
-    print(error.hint)
-"""
+    code = without_package("libucx", "kvbridge_ucx:UcxTransport")
     first, second = run(code).stdout.splitlines()
     assert first.startswith("False|neither the package libucx nor a libucp of the system")
     assert first.endswith(second)
     assert "pip install 'kvbridge[ucx]'" in second
 
 
-def test_a_status_of_ucx_is_one_byte(make_agent: Callable[..., Agent]) -> None:
+def test_a_status_of_ucx_is_one_byte(make_agent: MakeAgent) -> None:
     with pytest.raises(TransportUnavailableError, match=r"No such device' \(-14\)"):
         make_agent(tls="rc")
 
 
 @pytest.mark.parametrize("library", ["/nowhere/libucp.so.0", "/proc/self/exe"])
-def test_a_library_that_is_none_is_refused(library: str, make_agent: Callable[..., Agent]) -> None:
+def test_a_library_that_is_none_is_refused(library: str, make_agent: MakeAgent) -> None:
     with pytest.raises(TransportUnavailableError, match="cannot be loaded"):
         make_agent(library=library)
 
@@ -196,8 +138,7 @@ def test_nixl_in_the_same_process_keeps_its_fast_path_and_leaves_ours(
 ) -> None:
     usable_transport("nixl")
     for first, second in (("ucx", "nixl"), ("nixl", "ucx")):
-        code = TWO_AGENTS.replace('"ucx"', f'"{first}"') + "print(peer.path)\n"
-        code += TWO_AGENTS.replace('"ucx"', f'"{second}"') + "print(peer.path)\n"
+        code = "".join(two_agents(name) + "print(peer.path)\n" for name in (first, second))
         ended = run(code)
         assert (ended.returncode, ended.stdout) == (0, "cma\ncma\n"), ended.stderr
 
@@ -205,7 +146,7 @@ def test_nixl_in_the_same_process_keeps_its_fast_path_and_leaves_ours(
 # ------------------------------------------------------------------------------- the device
 
 
-def test_it_listens_on_loopback_only(make_agent: Callable[..., Agent]) -> None:
+def test_it_listens_on_loopback_only(make_agent: MakeAgent) -> None:
     before = listening()
     make_agent()
     opened = listening() - before
@@ -213,22 +154,7 @@ def test_it_listens_on_loopback_only(make_agent: Callable[..., Agent]) -> None:
     assert {address for address, _ in opened} == {"0100007F"}
 
 
-def listening() -> set[tuple[str, str]]:
-    """Address and port of the listening TCP sockets of this process."""
-    mine = {_link(f) for f in Path("/proc/self/fd").iterdir()}
-    rows = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
-    found = [r[1].split(":") for r in rows if r[3] == "0A" and f"socket:[{r[9]}]" in mine]
-    return {(address, port) for address, port in found}
-
-
-def _link(path: Path) -> str:
-    try:
-        return str(path.readlink())
-    except FileNotFoundError:  # the descriptor that lists the folder
-        return ""
-
-
-def test_a_device_must_exist(make_agent: Callable[..., Agent]) -> None:
+def test_a_device_must_exist(make_agent: MakeAgent) -> None:
     with pytest.raises(ConfigError, match=r"device='nosuch0': this host has .*lo"):
         make_agent(device="nosuch0")
 
@@ -243,7 +169,7 @@ def test_a_device_must_exist(make_agent: Callable[..., Agent]) -> None:
     ],
 )
 def test_the_path_is_what_carries_the_bytes(
-    options: dict[str, str], path: str, passive: bool, make_agent: Callable[..., Agent]
+    options: dict[str, str], path: str, passive: bool, make_agent: MakeAgent
 ) -> None:
     with PeerProcess("ucx", 64 * KIB, options) as owner:
         here = make_agent(**options)
@@ -258,22 +184,21 @@ def test_the_path_is_what_carries_the_bytes(
 
 
 def test_a_peer_that_loopback_does_not_lead_to_is_refused(
-    make_agent: Callable[..., Agent],
+    make_agent: MakeAgent,
 ) -> None:
     here, there = make_agent(), make_agent()
     info, regions = there.address_card
-    card = msgspec.msgpack.decode(open_agent_info("ucx", info), type=AgentCard)
+    card = AgentCard.unseal("ucx", info)
     elsewhere = msgspec.structs.replace(card, network="another host")
-    sealed = seal_agent_info("ucx", msgspec.msgpack.encode(elsewhere))
     with pytest.raises(TransportError, match="option 'device'"):
-        here.add((sealed, regions))
+        here.add((elsewhere.seal("ucx"), regions))
 
 
 # ---------------------------------------------------------------------------- agents and peers
 
 
 def test_garbled_addresses_never_reach_ucx(
-    monkeypatch: pytest.MonkeyPatch, make_agent: Callable[..., Agent]
+    monkeypatch: pytest.MonkeyPatch, make_agent: MakeAgent
 ) -> None:
     here, there = make_agent(), make_agent()
     info, regions = there.address_card
@@ -297,7 +222,7 @@ def test_garbled_addresses_never_reach_ucx(
     assert done.state is State.DONE
 
 
-def test_a_region_that_the_info_does_not_have_is_refused(make_agent: Callable[..., Agent]) -> None:
+def test_a_region_that_the_info_does_not_have_is_refused(make_agent: MakeAgent) -> None:
     here, there = make_agent(), make_agent()
     info, (region,) = there.address_card
     with pytest.raises(TransportError, match="fetch its agent info again"):
@@ -306,7 +231,7 @@ def test_a_region_that_the_info_does_not_have_is_refused(make_agent: Callable[..
 
 @PATHS
 def test_a_peer_that_does_not_answer_can_be_added_once_it_does(
-    options: dict[str, str], make_agent: Callable[..., Agent]
+    options: dict[str, str], make_agent: MakeAgent
 ) -> None:
     here = make_agent(**options)
     with PeerProcess("ucx", 64 * KIB, options) as owner:
@@ -324,18 +249,18 @@ def test_a_peer_that_does_not_answer_can_be_added_once_it_does(
 
 
 def test_another_agent_in_place_of_the_old_one_is_found_out(
-    make_agent: Callable[..., Agent],
+    make_agent: MakeAgent,
 ) -> None:
     here, there = make_agent(), make_agent()
     info, regions = there.address_card
-    card = msgspec.msgpack.decode(open_agent_info("ucx", info), type=AgentCard)
+    card = AgentCard.unseal("ucx", info)
     old = msgspec.structs.replace(card, agent="ucx-of-yesterday")
     with pytest.raises(PeerLostError, match="does not answer"):
-        here.transport.add_peer(old.seal(), regions, timeout_s=0.6)
+        here.transport.add_peer(old.seal("ucx"), regions, timeout_s=0.6)
     assert here.add((info, regions)).agent == card.agent
 
 
-def test_a_connection_that_broke_is_made_anew(make_agent: Callable[..., Agent]) -> None:
+def test_a_connection_that_broke_is_made_anew(make_agent: MakeAgent) -> None:
     here, there = make_agent(), make_agent()
     first = here.add(there.address_card)
     there.add(here.address_card)
@@ -353,7 +278,7 @@ def test_a_connection_that_broke_is_made_anew(make_agent: Callable[..., Agent]) 
 
 
 def test_retired_memory_stays_with_ucx_while_there_are_peers(
-    monkeypatch: pytest.MonkeyPatch, make_agent: Callable[..., Agent]
+    monkeypatch: pytest.MonkeyPatch, make_agent: MakeAgent
 ) -> None:
     here, there = make_agent(tls="tcp"), make_agent(tls="tcp")
     peer = here.add(there.address_card)
@@ -382,7 +307,7 @@ def test_retired_memory_stays_with_ucx_while_there_are_peers(
 # ------------------------------------------------------------------------------- operations
 
 
-def test_pieces_are_posted_in_batches_and_large_ones_cut(make_agent: Callable[..., Agent]) -> None:
+def test_pieces_are_posted_in_batches_and_large_ones_cut(make_agent: MakeAgent) -> None:
     nbytes = 2 * NBYTES_AT_ONCE + 3
     here, there = make_agent(nbytes), make_agent(nbytes)
     there.arena.data[:] = np.arange(nbytes) % 251
@@ -403,7 +328,7 @@ def test_pieces_are_posted_in_batches_and_large_ones_cut(make_agent: Callable[..
     assert not connections_of(here)[0].nbytes_in_flight
 
 
-def test_submit_does_not_wait_for_the_bytes(make_agent: Callable[..., Agent]) -> None:
+def test_submit_does_not_wait_for_the_bytes(make_agent: MakeAgent) -> None:
     nbytes = 256 * MIB
     here = make_agent(nbytes)
     with PeerProcess("ucx", nbytes) as owner:
@@ -418,7 +343,7 @@ def test_submit_does_not_wait_for_the_bytes(make_agent: Callable[..., Agent]) ->
         assert here.wait(handle).state is State.DONE
 
 
-def test_an_idle_agent_uses_no_processor(make_agent: Callable[..., Agent]) -> None:
+def test_an_idle_agent_uses_no_processor(make_agent: MakeAgent) -> None:
     here, there = make_agent(), make_agent()
     peer = here.add(there.address_card)
     assert here.wait(here.submit("read", peer, [(0, 10)], [(0, 10)])).state is State.DONE
@@ -430,7 +355,7 @@ def test_an_idle_agent_uses_no_processor(make_agent: Callable[..., Agent]) -> No
 
 @PATHS
 def test_notifications_of_all_sizes_arrive_once_and_intact(
-    options: dict[str, str], make_agent: Callable[..., Agent]
+    options: dict[str, str], make_agent: MakeAgent
 ) -> None:
     here, there = make_agent(**options), make_agent(**options)
     peer = here.add(there.address_card)
@@ -444,7 +369,7 @@ def test_notifications_of_all_sizes_arrive_once_and_intact(
     assert there.wait_notifications(1, timeout_s=0.1) == []
 
 
-def test_a_stopped_reader_holds_up_no_other(make_agent: Callable[..., Agent]) -> None:
+def test_a_stopped_reader_holds_up_no_other(make_agent: MakeAgent) -> None:
     here = make_agent(32 * MIB, tls="tcp")
     with (
         PeerProcess("ucx", 32 * MIB, {"tls": "tcp"}) as stuck,
@@ -468,7 +393,7 @@ def test_a_stopped_reader_holds_up_no_other(make_agent: Callable[..., Agent]) ->
 
 @pytest.mark.parametrize("op", OPS)
 def test_memory_that_is_gone_fails_the_operation_and_nobody_else(
-    op: Op, make_agent: Callable[..., Agent]
+    op: Op, make_agent: MakeAgent
 ) -> None:
     here = make_agent()
     there = open_transport({"transport": "ucx"})
@@ -490,7 +415,7 @@ def test_memory_that_is_gone_fails_the_operation_and_nobody_else(
 
 
 def test_a_flush_that_says_ok_is_not_believed_where_the_endpoint_fails(
-    monkeypatch: pytest.MonkeyPatch, make_agent: Callable[..., Agent]
+    monkeypatch: pytest.MonkeyPatch, make_agent: MakeAgent
 ) -> None:
     here, there = make_agent(), make_agent()
     peer = here.add(there.address_card)
@@ -518,7 +443,7 @@ def test_a_flush_that_says_ok_is_not_believed_where_the_endpoint_fails(
 @pytest.mark.parametrize("op", OPS)
 @SEEDS
 def test_the_owner_survives_those_who_are_killed(
-    seed: int, op: Op, options: dict[str, str], make_agent: Callable[..., Agent]
+    seed: int, op: Op, options: dict[str, str], make_agent: MakeAgent
 ) -> None:
     chance = random.Random(seed)
     here = make_agent(32 * MIB, **options)
@@ -540,7 +465,7 @@ def test_the_owner_survives_those_who_are_killed(
 @pytest.mark.parametrize("op", OPS)
 @SEEDS
 def test_the_one_who_asks_survives_an_owner_that_is_killed(
-    seed: int, op: Op, options: dict[str, str], make_agent: Callable[..., Agent]
+    seed: int, op: Op, options: dict[str, str], make_agent: MakeAgent
 ) -> None:
     chance = random.Random(seed)
     here = make_agent(32 * MIB, **options)
@@ -566,9 +491,7 @@ def test_the_one_who_asks_survives_an_owner_that_is_killed(
 
 
 @pytest.mark.parametrize("timeout_s", [0.01, 5.0])
-def test_closing_with_pieces_in_the_queue_of_ucx(
-    timeout_s: float, make_agent: Callable[..., Agent]
-) -> None:
+def test_closing_with_pieces_in_the_queue_of_ucx(timeout_s: float, make_agent: MakeAgent) -> None:
     here = make_agent(32 * MIB)
     with PeerProcess("ucx", 32 * MIB) as owner:
         peer = here.add(owner.address_card)
@@ -582,7 +505,7 @@ def test_closing_with_pieces_in_the_queue_of_ucx(
 
 @PATHS
 def test_closing_does_not_wait_for_a_stopped_peer(
-    options: dict[str, str], make_agent: Callable[..., Agent]
+    options: dict[str, str], make_agent: MakeAgent
 ) -> None:
     here = make_agent(32 * MIB, **options)
     with PeerProcess("ucx", 32 * MIB, options) as owner:

@@ -1,14 +1,18 @@
 """Bounds and users of registered memory, against a check that looks at every region."""
 
+import ctypes
+import mmap
 import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbridge.errors import MemoryBusyError, OutOfBoundsError
-from kvbridge.transport import Descriptors, LocalMemory, Region, RegionTable
+from kvbridge.errors import MemoryBusyError, OutOfBoundsError, TransportError
+from kvbridge.transport import Descriptors, LocalMemory, Region, RegionTable, mappings
 
 
 def pieces(address: list[int], nbytes: list[int]) -> Descriptors:
@@ -152,14 +156,20 @@ def test_descriptors_have_one_form() -> None:
         assert (list(made.address), len(made), made.total_nbytes) == ([1, 2], 2, 3)
 
 
-A, B = Region(1000, 100), Region(2000, 100)
+MEMORY = np.zeros(8192, np.uint8)
+BASE = int(MEMORY.ctypes.data)
+A, B = Region(BASE + 1000, 100), Region(BASE + 2000, 100)
+
+
+def pieces_here(offset: list[int], nbytes: list[int]) -> Descriptors:
+    return pieces([BASE + each for each in offset], nbytes)
 
 
 def test_pinned_memory_stays() -> None:
     memory = LocalMemory()
     memory.add([A, B])
-    first = memory.pin(pieces([1000, 1050], [10, 50]))
-    second = memory.pin(pieces([1000, 2000], [10, 100]))
+    first = memory.pin(pieces_here([1000, 1050], [10, 50]))
+    second = memory.pin(pieces_here([1000, 2000], [10, 100]))
     assert first == {A}
     assert second == {A, B}
     memory.unpin(first)
@@ -174,15 +184,15 @@ def test_pinned_memory_stays() -> None:
 def test_a_refused_change_changes_nothing() -> None:
     memory = LocalMemory()
     memory.add([A, B])
-    pinned = memory.pin(pieces([2000], [1]))
+    pinned = memory.pin(pieces_here([2000], [1]))
     with pytest.raises(MemoryBusyError):
         memory.remove([A, B])
     with pytest.raises(OutOfBoundsError):
-        memory.remove([A, Region(1000, 99)])
+        memory.remove([A, Region(BASE + 1000, 99)])
     with pytest.raises(OutOfBoundsError):
-        memory.add([Region(5000, 1), Region(2099, 2)])
+        memory.add([Region(BASE + 5000, 1), Region(BASE + 2099, 2)])
     with pytest.raises(OutOfBoundsError):
-        memory.pin(pieces([1000, 3000], [1, 1]))
+        memory.pin(pieces_here([1000, 3000], [1, 1]))
     assert memory.regions == (A, B)
     assert memory.busy == (B,)
     memory.unpin(pinned)
@@ -194,7 +204,7 @@ def test_pins_of_many_threads_add_up() -> None:
 
     def use() -> None:
         for _ in range(200):
-            memory.unpin(memory.pin(pieces([1000, 2000], [1, 1])))
+            memory.unpin(memory.pin(pieces_here([1000, 2000], [1, 1])))
 
     threads = [threading.Thread(target=use) for _ in range(4)]
     for thread in threads:
@@ -202,3 +212,83 @@ def test_pins_of_many_threads_add_up() -> None:
     for thread in threads:
         thread.join(30)
     assert memory.busy == ()
+
+
+# ------------------------------------------------------------------- what exists of it
+
+PAGE = mmap.PAGESIZE
+NONE, READ, READ_WRITE = 0, mmap.PROT_READ, mmap.PROT_READ | mmap.PROT_WRITE
+
+
+@pytest.fixture
+def pages() -> Iterator[Callable[..., int]]:
+    """Map pages with the protections that are given, and return where."""
+    made = []
+
+    def make(*protections: int) -> int:
+        whole = mmap.mmap(-1, len(protections) * PAGE)
+        view = ctypes.c_char.from_buffer(whole)
+        made.append((whole, view))
+        address = ctypes.addressof(view)
+        libc = ctypes.CDLL(None, use_errno=True)
+        for i, protection in enumerate(protections):
+            assert not libc.mprotect(ctypes.c_void_p(address + i * PAGE), PAGE, protection)
+        return address
+
+    yield make
+    while made:
+        whole, view = made.pop()
+        del view
+        whole.close()
+
+
+def test_memory_that_is_not_there_is_not_registered(pages: Callable[..., int]) -> None:
+    start = pages(READ_WRITE, NONE, READ_WRITE, READ)
+    memory = LocalMemory()
+    bad = {
+        Region(start, PAGE + 1): start + PAGE,
+        Region(start, 3 * PAGE): start + PAGE,
+        Region(start + PAGE, 1): start + PAGE,
+        Region(start + 2 * PAGE - 1, 2): start + 2 * PAGE - 1,
+        Region(8, 8): 8,
+        Region((1 << 64) - 16, 16): (1 << 64) - 16,
+    }
+    for region, hole in bad.items():
+        for listed in ([region], [Region(BASE, 8), region], [region, Region(BASE, 8)]):
+            with pytest.raises(TransportError, match=f"is at {hole:#x}; allocate it"):
+                memory.add(listed)
+            assert memory.regions == ()
+    good = [Region(start, PAGE), Region(start + 2 * PAGE, 2 * PAGE), Region(BASE, 8192)]
+    memory.add(good)
+    assert set(memory.regions) == set(good)
+
+
+def test_other_kinds_of_memory_are_the_business_of_their_drivers() -> None:
+    memory = LocalMemory()
+    memory.add([Region(8, 8, "cuda")])
+    assert len(memory.regions) == 1
+
+
+def test_where_the_kernel_tells_nothing_all_is_taken_to_be_there(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(mappings, "_MAPS", tmp_path / "maps")
+    memory = LocalMemory()
+    memory.add([Region(8, 8)])
+    assert memory.pin(pieces([8], [8]), changes=True) == set(memory.regions)
+
+
+def test_nothing_is_read_into_what_can_only_be_read(pages: Callable[..., int]) -> None:
+    start = pages(READ_WRITE, READ, READ_WRITE)
+    memory = LocalMemory()
+    half, good = Region(start, 2 * PAGE), Region(start + 2 * PAGE, PAGE)
+    memory.add([half, good])
+    with pytest.raises(TransportError, match=f"cannot read into region {start:#x}"):
+        memory.pin(pieces([good.address, half.end - 8], [8, 8]), changes=True)
+    assert memory.busy == ()
+    memory.unpin(memory.pin(pieces([half.address], [8])))
+    memory.unpin(memory.pin(pieces([good.address], [8]), changes=True))
+    memory.remove([half])
+    whole = Region(start, PAGE)
+    memory.add([whole])
+    assert memory.pin(pieces([start], [8]), changes=True) == {whole}

@@ -380,14 +380,15 @@ def test_wrappers_in_a_configuration() -> None:
 
 @pytest.mark.parametrize("kind", [FaultyTransport, RecordingTransport])
 def test_before_it_is_open(kind: type[FaultyTransport | RecordingTransport]) -> None:
-    for closed in (kind(), kind(LocalTransport())):
-        assert closed.close() == ()
-        with pytest.raises(TransportError, match="not open"):
-            closed.agent_info()
-        with pytest.raises(TransportError, match="not open"):
-            closed.add_peer(b"", [], timeout_s=1)
-        with pytest.raises(TransportError, match="not open"):
-            closed.poll()
+    for fresh in (kind(), kind(LocalTransport())):
+        for is_so in ("not open", "closed"):
+            with pytest.raises(TransportError, match=is_so):
+                fresh.agent_info()
+            with pytest.raises(TransportError, match=is_so):
+                fresh.add_peer(b"", [], timeout_s=1)
+            assert fresh.close() == ()
+        with pytest.raises(TransportError, match="closed"):
+            fresh.open()
 
 
 @pytest.mark.parametrize("kind", [FaultyTransport, RecordingTransport])

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from kvbridge.errors import PeerLostError, TransportError
-from kvbridge.transport import Descriptors, Handle
+from kvbridge.transport import Descriptors, Handle, State
 from kvbridge_sockets.link import Link
 
 log = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ class Job(NamedTuple):
 class Line:
     """Runs jobs one by one, so a job that has ended is quiet, and a job not begun ends at once."""
 
-    def __init__(self, link: Link, end: Callable[[Handle, str], object]) -> None:
+    def __init__(self, link: Link, end: Callable[[Handle, State, str], object]) -> None:
         """Start the thread; ``end`` is told how each job ended, and why where it failed."""
         self.over = ""
         self._link = link
@@ -55,7 +55,7 @@ class Line:
         while (job := self._queue.get()) is not None:
             why = self.over or self._try(job)
             if isinstance(job, Job):
-                self._end(job.handle, why)
+                self._end(job.handle, State.FAILED if why else State.DONE, why)
             elif why:
                 log.warning("a notification was lost: %s", why)
         self._link.close()

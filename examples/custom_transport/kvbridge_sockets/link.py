@@ -27,7 +27,6 @@ from kvbridge.transport import (
     Capabilities,
     Descriptors,
     LocalMemory,
-    Notification,
     Op,
     Path,
     Region,
@@ -84,7 +83,7 @@ class Endpoint:
         self,
         config: SocketsConfig,
         memory: LocalMemory,
-        heard: Callable[[Notification], object],
+        heard: Callable[[str, bytes], object],
     ) -> None:
         """Start to listen.
 
@@ -174,7 +173,7 @@ class Endpoint:
 
     def _answer(self, sock: socket.socket, sender: str, request: Request) -> None:
         if request.op == "notify":
-            self._heard(Notification(sender, request.payload))
+            self._heard(sender, request.payload)
             return
         pieces = Descriptors(
             np.frombuffer(request.address, "<u8"), np.frombuffer(request.nbytes, "<u8")

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from functools import partial
 
 from kvbridge.errors import TransportError
-from kvbridge.transport import Notification
+from kvbridge.transport import Events
 from kvbridge.transport.local.channel import Channel
 from kvbridge.transport.local.wire import (
     NOTIFICATION,
@@ -36,15 +36,15 @@ _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 class Hub:
     """The I/O thread of one agent: accepts, receives, and sends what was queued."""
 
-    def __init__(self, info: AgentInfo) -> None:
+    def __init__(self, info: AgentInfo, events: Events) -> None:
         """Listen, and start to answer.
 
         Raises:
             OSError: The socket cannot be made.
         """
-        self.notifications: deque[Notification] = deque()
         self.refused = 0
         self._info = info
+        self._events = events
         self._buffer = bytearray(NOTIFY_MAX_BYTES + 2)
         self._senders: dict[socket.socket, str] = {}
         self._channels: set[Channel] = set()
@@ -189,7 +189,7 @@ class Hub:
             self._senders[sock] = decode_hello(packet, self._info.token)
             sock.send(encode_hello(self._info.agent, self._info.token))
         elif packet[:1] == NOTIFICATION and len(packet) <= 1 + NOTIFY_MAX_BYTES:
-            self.notifications.append(Notification(sender, packet[1:]))
+            self._events.heard(sender, packet[1:])
         else:
             raise TransportError(f"a packet of {len(packet)} bytes is no notification")
 

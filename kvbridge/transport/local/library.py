@@ -62,7 +62,7 @@ class ScatterCopy:
         self._call = _libc.process_vm_readv if op == "read" else _libc.process_vm_writev
         self._pid = pid
         self._local, self._remote = to_iovecs(local), to_iovecs(remote)
-        self._ends = np.cumsum(self._local[:, 1])
+        self._ends = self._local[:, 1].cumsum()
         self.nbytes = int(self._ends[-1]) if len(self._ends) else 0
         self.done_nbytes = 0
 

@@ -4,13 +4,13 @@ import hmac
 import socket
 import struct
 import time
-from typing import Annotated
+from typing import Annotated, Self
 
 import msgspec
 from msgspec import Meta
 
 from kvbridge.errors import PeerLostError, TransportError
-from kvbridge.transport import open_agent_info, seal_agent_info
+from kvbridge.transport import Card
 from kvbridge.transport.local.library import read_bytes
 from kvbridge.transport.local.translate import peer_error
 
@@ -23,7 +23,7 @@ _Name = Annotated[str, Meta(min_length=1, max_length=64)]
 _Token = Annotated[bytes, Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
 
 
-class AgentInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class AgentInfo(Card, frozen=True):
     """What a peer needs to reach an agent, and to know it when it sees it.
 
     Attributes:
@@ -38,27 +38,12 @@ class AgentInfo(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     token: _Token
     token_address: Annotated[int, Meta(gt=0)]
 
-    def seal(self, transport: str) -> bytes:
-        """Return this in the frame that travels."""
-        return seal_agent_info(transport, msgspec.msgpack.encode(self))
-
     @classmethod
-    def unseal(cls, transport: str, framed: bytes) -> "AgentInfo":
-        """Read what a peer sent.
-
-        Raises:
-            TransportError: It is garbled, of another transport or of another version.
-        """
-        try:
-            info = msgspec.msgpack.decode(open_agent_info(transport, framed), type=cls)
-        except msgspec.MsgspecError as error:
-            raise TransportError(
-                f"agent info for transport {transport!r} is garbled ({error}); "
-                "fetch it from the peer again"
-            ) from error
+    def decode(cls, payload: bytes) -> Self:
+        info = super().decode(payload)
         if info.version != PROTOCOL_VERSION:
             raise TransportError(
-                f"peer {info.agent} speaks version {info.version} of transport {transport!r}, "
+                f"peer {info.agent} speaks version {info.version} of transport 'local', "
                 f"this side {PROTOCOL_VERSION}; run the same KVBridge version on both sides"
             )
         return info
@@ -99,7 +84,7 @@ def decode_hello(packet: bytes, token: bytes) -> str:
     return hello.agent
 
 
-def connect(info: AgentInfo, agent: str, *, timeout_s: float) -> tuple[socket.socket, int]:
+def connect(info: AgentInfo, agent: str, deadline_s: float) -> tuple[socket.socket, int]:
     """Connect to an agent and make sure that it is the one meant.
 
     Returns:
@@ -109,15 +94,14 @@ def connect(info: AgentInfo, agent: str, *, timeout_s: float) -> tuple[socket.so
         PeerLostError: It has ended, does not answer in time, or is somebody else.
         TransportUnavailableError: The kernel keeps this process from its memory.
     """
-    deadline = time.monotonic() + timeout_s
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         # Room for a few packets of the largest size, whatever the system's default is.
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * NOTIFY_MAX_BYTES)
-        _connect_until(sock, info.socket_name, deadline)
+        _connect_until(sock, info.socket_name, deadline_s)
         pid = _check_memory(sock, info)
         sock.send(encode_hello(agent, info.token))
-        sock.settimeout(max(deadline - time.monotonic(), 0.001))
+        sock.settimeout(max(deadline_s - time.monotonic(), 0.001))
         answer = decode_hello(sock.recv(1024), info.token)
         sock.setblocking(False)
         if answer != info.agent:
@@ -149,14 +133,14 @@ def _check_memory(sock: socket.socket, info: AgentInfo) -> int:
     return int(pid)
 
 
-def _connect_until(sock: socket.socket, name: bytes, deadline: float) -> None:
+def _connect_until(sock: socket.socket, name: bytes, deadline_s: float) -> None:
     sock.setblocking(False)
     while True:
         try:
             sock.connect(name)
         except BlockingIOError:
             # Its queue of callers is full.
-            if time.monotonic() >= deadline:
+            if time.monotonic() >= deadline_s:
                 raise
             time.sleep(0.005)
         else:

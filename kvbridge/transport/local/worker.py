@@ -4,17 +4,17 @@ The kernel's call is synchronous: when it has returned, nothing is under way any
 operation can be given up between two slices, and is quiet at once.
 """
 
+import contextlib
 import logging
 import os
 import queue
 import select
 import threading
-from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvbridge.errors import PeerLostError
-from kvbridge.transport import Finished, Handle, LocalMemory, Peer, State
+from kvbridge.transport import Events, Handle, Peer, State
 from kvbridge.transport.local.channel import Channel
 from kvbridge.transport.local.hub import Hub
 from kvbridge.transport.local.library import ScatterCopy
@@ -45,17 +45,10 @@ class LocalPeer(Peer):
         return not self.life.poll(0)
 
 
-@dataclass(slots=True, eq=False)
-class LocalHandle(Handle):
-    """An operation; ``given_up`` says why nobody wants it any more."""
-
-    given_up: str = ""
-
-
 class Job(NamedTuple):
     """An operation with all it needs."""
 
-    handle: LocalHandle
+    handle: Handle
     peer: LocalPeer
     copy: ScatterCopy
     notification: bytes
@@ -64,11 +57,10 @@ class Job(NamedTuple):
 class Copier:
     """Runs jobs in order, and lets go of dropped peers once no job can use them."""
 
-    def __init__(self, hub: Hub, memory: LocalMemory, slice_nbytes: int) -> None:
+    def __init__(self, hub: Hub, events: Events, slice_nbytes: int) -> None:
         """Start the thread."""
-        self.finished: deque[Finished] = deque()
         self._hub = hub
-        self._memory = memory
+        self._events = events
         self._slice_nbytes = slice_nbytes
         self._closing = False
         self._dropped: set[LocalPeer] = set()
@@ -87,23 +79,40 @@ class Copier:
         """End the jobs with a peer, then close what belongs to it."""
         self._dropped.add(peer)
         self._queue.put(peer)
+        if not self._thread.is_alive():
+            self._let_go_of_the_rest()
 
     def stop(self, timeout_s: float) -> bool:
         """End all jobs; say whether that was possible in time."""
         self._closing = True
         self._queue.put(None)
         self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        if self._thread.is_alive():
+            return False
+        self._let_go_of_the_rest()
+        return True
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
             if isinstance(item, LocalPeer):
-                if not self._closing:  # the hub then sends what is queued before it closes all
-                    self._hub.release(item.channel)
-                os.close(item.pidfd)
-                self._dropped.discard(item)
+                self._let_go(item)
             else:
                 self._finish(item)
+
+    def _let_go_of_the_rest(self) -> None:
+        """Close what came after the end: a peer may be added while all is stopped."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                item = self._queue.get_nowait()
+                if isinstance(item, LocalPeer):
+                    self._let_go(item)
+                    item.channel.sock.close()
+
+    def _let_go(self, peer: LocalPeer) -> None:
+        if not self._closing:  # the hub then sends what is queued before it closes all
+            self._hub.release(peer.channel)
+        os.close(peer.pidfd)
+        self._dropped.discard(peer)
 
     def _finish(self, job: Job) -> None:
         try:
@@ -118,9 +127,7 @@ class Copier:
             # A thread that dies here would leave every later operation pending for ever.
             log.exception("operation %d failed", job.handle.id)
             why = f"internal error: {error!r}"
-        self._memory.unpin(job.handle.pinned)
-        state = State.FAILED if why else State.DONE
-        self.finished.append(Finished(job.handle, state, why))
+        self._events.ended(job.handle, State.FAILED if why else State.DONE, why)
 
     def _copy(self, job: Job) -> str:
         copy = job.copy
@@ -139,4 +146,4 @@ class Copier:
             return "the peer was dropped"
         if not job.peer.is_alive():
             return "peer gone"
-        return job.handle.given_up
+        return "abandoned" if job.handle.abandoned else ""

@@ -42,16 +42,18 @@ class TransportWrapper(Transport):
         """Wrap a transport that is not open yet; without one, ``open`` makes what it is told."""
         super().__init__()
         self._inner = inner
+        self._closed = False
 
     @property
     def inner(self) -> Transport:
         """The transport inside.
 
         Raises:
-            TransportError: Nothing was opened yet.
+            TransportError: Nothing was opened.
         """
         if self._inner is None:
-            raise TransportError(f"transport {self.name!r} is not open; call open() first")
+            is_so = "closed; make a new one" if self._closed else "not open; call open() first"
+            raise TransportError(f"transport {self.name!r} is {is_so}")
         return self._inner
 
     @classmethod
@@ -62,8 +64,14 @@ class TransportWrapper(Transport):
         raise NotImplementedError
 
     def open_inner(self, choice: TransportChoice) -> None:
-        """Open the transport inside, and take over what belongs to it."""
+        """Open the transport inside, and take over what belongs to it.
+
+        Raises:
+            TransportError: It was opened or closed before.
+        """
         if self._inner is None:
+            if self._closed:
+                raise TransportError(f"transport {self.name!r} is closed; make a new one")
             self._inner = open_transport(choice)
         else:
             self._inner.open(choice.options)
@@ -110,4 +118,5 @@ class TransportWrapper(Transport):
 
     def close(self, *, timeout_s: float = 5.0) -> tuple[Region, ...]:
         self.check_process()
+        self._closed = True
         return self._inner.close(timeout_s=timeout_s) if self._inner else ()
