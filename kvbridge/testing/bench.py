@@ -7,13 +7,15 @@ from typing import Any, NoReturn
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.strategies import SearchStrategy
 
+from kvbridge.errors import ConfigError
+from kvbridge.testing.first_step import FirstStep
 from kvbridge.testing.harness import TransportHarness
 from kvbridge.testing.memory import SharedMemory
 from kvbridge.testing.network import Namespace
 from kvbridge.testing.process import AgentProcess, check_alive
 from kvbridge.testing.remote import Pieces, RemoteAgent, RemotePeer, parts_within
 from kvbridge.testing.rules import Placement, Tier
-from kvbridge.testing.violations import NotApplicable
+from kvbridge.testing.violations import NotApplicable, RuleViolationError
 from kvbridge.transport import Capabilities, Op, Region
 
 MIB = 1 << 20
@@ -44,6 +46,26 @@ class Laboratory:
         self._spare: AgentProcess | None = None
         self._pairs: dict[Placement, Pair] = {}
         self._standing: list[AgentProcess] = []
+        self._opening = FirstStep("an agent cannot be opened")
+        self._registering = FirstStep("an agent cannot register memory")
+        self._meeting: dict[Placement, FirstStep] = {
+            "processes": FirstStep("two agents cannot meet"),
+            "threads": FirstStep("two agents of one process cannot meet"),
+        }
+
+    def check_options(self) -> None:
+        """Find out, before any verdict, whether agents can be opened at all with the options.
+
+        Raises:
+            ConfigError: They cannot; the transport says why.
+        """
+        try:
+            self.pair("processes")
+        except RuleViolationError as violation:
+            # Whatever else is wrong is for the rules to say.
+            self.discard_pairs()
+            if not self._opening.worked and isinstance(violation.__cause__, ConfigError):
+                raise violation.__cause__ from None
 
     def spawn(self) -> AgentProcess:
         """Return a fresh process."""
@@ -61,19 +83,25 @@ class Laboratory:
     ) -> RemoteAgent:
         """Open an agent with registered memory."""
         agent = RemoteAgent(process, nbytes, self.harness.patience_s)
-        can = agent.open(self.harness.options, polls_when_idle=polls_when_idle)
+        with self._opening.attempt():
+            can = agent.open(self.harness.options, polls_when_idle=polls_when_idle)
         if "dram" in can.memory_kinds:
-            agent.register(agent.region)
+            with self._registering.attempt():
+                agent.register(agent.region)
         return agent
 
     def pair(self, placement: Placement) -> Pair:
         """Return the standing pair, or set up one."""
         if placement not in self._pairs:
+            meeting = self._meeting[placement]
+            for step in (self._opening, self._registering, meeting):
+                step.check()
             first = self.spawn()
             second = first if placement == "threads" else self.spawn()
             self._standing += [first, second]
             agents = [self.open_agent(process, ARENA_NBYTES) for process in (first, second)]
-            self._pairs[placement] = Pair(*agents)
+            with meeting.attempt():
+                self._pairs[placement] = Pair(*agents)
             self.path = self._pairs[placement].peer.path if placement == "processes" else self.path
         return self._pairs[placement]
 

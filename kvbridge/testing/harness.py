@@ -6,9 +6,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path as FilePath
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
-from kvbridge.errors import ConfigError
+from kvbridge.config import check_timeout
+from kvbridge.errors import ConfigError, TransportUnavailableError
 from kvbridge.transport import Availability, Path, Transport, get_transport
 
 SUITE_VERSION = 1
@@ -127,9 +128,21 @@ class TransportHarness:
         """Refuse what no suite has.
 
         Raises:
-            ConfigError: The suite version is not one of 1 to :data:`SUITE_VERSION`, or two
-                waivers name one rule.
+            ConfigError: The transport is neither a name nor a class, the path or the patience is
+                none, the suite version is not one of 1 to :data:`SUITE_VERSION`, or two waivers
+                name one rule.
         """
+        __tracebackhide__ = True  # the line to look at is the test author's
+        if not isinstance(self.transport, str) and not _is_transport(self.transport):
+            raise ConfigError(
+                f"transport is {self.transport!r}; give a subclass of "
+                "kvbridge.transport.Transport, or the name of an installed transport"
+            )
+        if self.path not in (None, *get_args(Path)):
+            raise ConfigError(
+                f"path is {self.path!r}; it must be None or one of {', '.join(get_args(Path))}"
+            )
+        check_timeout(self.patience_s, "patience_s")
         if not 1 <= self.suite_version <= SUITE_VERSION:
             raise ConfigError(
                 f"suite_version is {self.suite_version}; this KVBridge has 1 to {SUITE_VERSION}"
@@ -148,6 +161,11 @@ class TransportHarness:
         return get_transport(self.transport) if isinstance(self.transport, str) else self.transport
 
     @property
+    def name(self) -> str:
+        """The transport's name, which needs no driver to be there."""
+        return self.transport if isinstance(self.transport, str) else self.transport.name
+
+    @property
     def source(self) -> TransportSource:
         """How another process finds the class."""
         if isinstance(self.transport, str):
@@ -162,8 +180,19 @@ class TransportHarness:
         return next((waiver for waiver in self.waivers if waiver.rule == rule_id), None)
 
     def availability(self) -> Availability:
-        """Say whether the transport can run here."""
-        return self.kind.probe()
+        """Say whether the transport can run here.
+
+        Raises:
+            UnknownTransportError: Nobody offers that name.
+        """
+        try:
+            return self.kind.probe()
+        except TransportUnavailableError as error:
+            return Availability(False, str(error), error.hint)
+
+
+def _is_transport(kind: object) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Transport)
 
 
 def required_transports() -> frozenset[str]:

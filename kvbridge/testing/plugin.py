@@ -32,6 +32,14 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "full: a rule that is not part of the quick tier")
     config.addinivalue_line("markers", "multi_process: starts processes of its own")
     config.stash[_reports] = {}
+    if path := config.option.conformance_json:
+        from kvbridge.config import check_writable
+        from kvbridge.errors import ConfigError
+
+        try:
+            check_writable(path, "--conformance-json")
+        except ConfigError as error:
+            raise pytest.UsageError(str(error)) from error
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -74,17 +82,29 @@ RULE_TIMEOUT_S = 300
 @pytest.fixture(scope="class")
 def laboratory(request: pytest.FixtureRequest) -> "Iterator[Laboratory]":
     """What the rules of one class share."""
+    from kvbridge.errors import ConfigError
     from kvbridge.testing.bench import Laboratory
     from kvbridge.testing.harness import required_transports
 
     harness = request.cls.harness
     available = harness.availability()
     if not available.ok:
-        reason = f"transport {harness.kind.name!r}: {available.reason} ({available.hint})"
-        if harness.kind.name in required_transports():
+        reason = (
+            f"{request.cls.__name__}: transport {harness.name!r}: "
+            f"{available.reason} ({available.hint})"
+        )
+        if harness.name in required_transports():
             pytest.fail(f"{reason}, although KVBRIDGE_REQUIRE_TRANSPORTS lists it", pytrace=False)
         pytest.skip(reason)
     made = Laboratory(harness)
+    mistake = ""
+    try:
+        made.check_options()
+    except ConfigError as error:
+        mistake = f"{request.cls.__name__}: {error}"
+    if mistake:
+        made.close()
+        pytest.fail(mistake, pytrace=False)
     yield made
     _report(request.config, request.cls).path = made.path
     made.close()
@@ -103,7 +123,6 @@ def bench(request: pytest.FixtureRequest, laboratory: "Laboratory") -> "Iterator
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Run a rule, and turn its outcome into one of pytest's."""
-    __tracebackhide__ = True
     rule = _rule_of(pyfuncitem)
     if rule is None or pyfuncitem.cls is None:
         return None
@@ -116,7 +135,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         case Status.PASSED:
             return True
         case Status.NOT_APPLICABLE:
-            pytest.skip(f"{rule.id} does not apply: {outcome.detail}")
+            # The summary folds skips of different classes, and names none of them.
+            pytest.skip(f"{pyfuncitem.cls.__name__}: {rule.id} does not apply: {outcome.detail}")
         case Status.WAIVED | Status.PENDING:
             pytest.xfail(f"{rule.id} {outcome.status}: {outcome.detail}")
         case _:
@@ -124,13 +144,13 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Check every class once: waivers of rules that exist, and no rule replaced."""
+    """Check every class once: a transport and waived rules that exist, and no rule replaced."""
     classes = {
         item.cls for item in session.items if isinstance(item, pytest.Function) and _rule_of(item)
     }
     if not classes:
         return
-    from kvbridge.errors import ConfigError
+    from kvbridge.errors import ConfigError, UnknownTransportError
     from kvbridge.testing.harness import TransportHarness
     from kvbridge.testing.rules import all_rules
     from kvbridge.testing.runner import check_rule_ids
@@ -144,7 +164,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
             )
         try:
             check_rule_ids(waiver.rule for waiver in cls.harness.waivers)
-        except ConfigError as error:
+            cls.harness.availability()
+        except (ConfigError, UnknownTransportError) as error:
             raise pytest.UsageError(f"{cls.__name__}: {error}") from error
         replaced = [
             rule
@@ -172,7 +193,9 @@ def pytest_terminal_summary(
 
     terminalreporter.section("KVBridge conformance")
     for report in reports:
-        terminalreporter.line(report.table() if config.option.verbose >= 0 else report.verdict)
+        terminalreporter.line(
+            report.table() if config.option.verbose >= 0 else f"{report.label}: {report.verdict}"
+        )
     if path := config.option.conformance_json:
         path.write_text(to_json(reports))
         terminalreporter.line(f"written to {path}")

@@ -31,7 +31,8 @@ def run_suite(
         progress: Called after each run of a rule.
 
     Raises:
-        ConfigError: A rule, or the rule of a waiver, does not exist.
+        ConfigError: A rule, or the rule of a waiver, does not exist; or the transport cannot be
+            opened with the harness's options.
         TransportUnavailableError: The transport cannot run here.
     """
     from kvbridge.testing.suite import ConformanceSuite
@@ -39,15 +40,16 @@ def run_suite(
     available = harness.availability()
     if not available.ok:
         raise TransportUnavailableError(
-            f"transport {harness.kind.name!r} cannot run here: {available.reason}.", available.hint
+            f"transport {harness.name!r} cannot run here: {available.reason}.", available.hint
         )
     check_rule_ids(waiver.rule for waiver in harness.waivers)
     known = all_rules()
     chosen = list(known) if rules is None else check_rule_ids(rules)
-    report = Report(harness, label or harness.kind.name)
+    report = Report(harness, label or harness.name)
     suite = ConformanceSuite()
     laboratory = Laboratory(harness)
     try:
+        laboratory.check_options()
         for one in chosen:
             for bench in _benches(known[one], laboratory, tier):
                 outcome = run_rule(known[one], bench, getattr(suite, known[one].method))

@@ -2,18 +2,19 @@
 
 import dataclasses
 import json
+import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvbridge.cli import main
-from kvbridge.errors import ConfigError
+from kvbridge.errors import ConfigError, TransportError
 from kvbridge.testing import (
     ConformanceSuite,
     Outcome,
@@ -27,12 +28,14 @@ from kvbridge.testing import (
 )
 from kvbridge.testing import harness as harness_module
 from kvbridge.testing.bench import Bench, Laboratory
+from kvbridge.testing.first_step import FirstStep
 from kvbridge.testing.memory import SharedMemory
+from kvbridge.testing.process import AgentProcess
 from kvbridge.testing.remote import parts_within
 from kvbridge.testing.rules import GROUPS, Rule, rule
 from kvbridge.testing.runner import run_rule
 from kvbridge.testing.violations import NotApplicable, expect_bytes, expect_equal, expect_raises
-from kvbridge.transport import Availability, Capabilities
+from kvbridge.transport import Availability, Capabilities, Peer, Region, Transport, TransportConfig
 from kvbridge.transport.local import LocalTransport
 
 
@@ -48,6 +51,22 @@ class Absent(LocalTransport):
     @classmethod
     def probe(cls) -> Availability:
         return Availability(False, "it is not there", "pip install it")
+
+
+class Unwritten(LocalTransport):
+    """As a new project is."""
+
+    name = "unwritten"
+
+    def add_peer(self, agent_info: bytes, regions: Sequence[Region], *, timeout_s: float) -> Peer:
+        raise TransportError("not written yet")
+
+
+class Choosy(LocalTransport):
+    name = "choosy"
+
+    def open(self, config: Mapping[str, Any] | TransportConfig | None = None) -> None:
+        raise ConfigError("set option risk=true")
 
 
 def waiver(kind: Any = "unsupported", of: str = "LIFE-01") -> Waiver:
@@ -243,6 +262,64 @@ def test_an_agent_that_dies_is_no_mystery() -> None:
     assert "died by itself, by SIGSEGV" in judge(one, harness, kills_an_agent).detail
 
 
+def test_what_is_not_written_yet_is_not_tried_again_and_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[AgentProcess] = []
+    start = Laboratory._start
+
+    def counted(laboratory: Laboratory) -> AgentProcess:
+        started.append(start(laboratory))
+        return started[-1]
+
+    monkeypatch.setattr(Laboratory, "_start", counted)
+    rules = [f"READ-{number:02}" for number in range(1, 11)]
+    report = run_suite(TransportHarness(Unwritten), rules=rules)
+    assert {outcome.status for outcome in report.outcomes} == {Status.FAILED}
+    assert {outcome.detail for outcome in report.outcomes} == {
+        "two agents cannot meet: TransportError: not written yet"
+    }
+    assert len(report.outcomes) > len(rules)  # some run in one process, too
+    assert len(started) <= 5  # twice a pair, and one in advance
+
+
+def test_only_what_never_worked_and_failed_twice_alike_is_hopeless() -> None:
+    def attempt(step: FirstStep, *errors: str) -> None:
+        for error in errors:
+            with pytest.raises(RuleViolationError, match=error), step.attempt():
+                raise TransportError(error)
+
+    changing, worked, hopeless = (FirstStep("it fails") for _ in range(3))
+    attempt(changing, "one", "other", "one")
+    with worked.attempt():
+        pass
+    attempt(worked, "same", "same", "same")
+    attempt(hopeless, "same", "same")
+    for step in (changing, worked):
+        step.check()
+    with pytest.raises(RuleViolationError, match="it fails: TransportError: same"):
+        hopeless.check()
+
+
+def test_options_that_do_not_open_are_no_verdict() -> None:
+    with pytest.raises(ConfigError, match=r"^set option risk=true$"):
+        run_suite(TransportHarness(Choosy), rules=["LIFE-01"])
+
+
+@pytest.mark.parametrize(
+    ("transport", "more", "said"),
+    [
+        (object, {}, "transport is <class 'object'>; give a subclass"),
+        (LocalTransport, {"path": "warp"}, "path is 'warp'; it must be None or one of memory, "),
+        (LocalTransport, {"patience_s": -1}, "patience_s -1 must be above 0"),
+        (LocalTransport, {"patience_s": float("nan")}, "patience_s nan must be above 0"),
+    ],
+)
+def test_a_harness_refuses_what_cannot_be(transport: Any, more: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        TransportHarness(transport, **more)
+
+
 # ---------------------------------------------------------------------- messages and memory
 
 
@@ -421,6 +498,79 @@ def test_a_mistake_is_no_verdict(
     error = capsys.readouterr().err
     assert says in error
     assert error.count("\n") == 1
+
+
+def test_a_transport_that_needs_an_option_is_no_verdict(
+    usable_transport: Callable[[str], type[Transport]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    usable_transport("mooncake")
+    path = tmp_path / "found.json"
+    assert main(["conformance", "mooncake", "--report", str(path)]) == 2
+    captured = capsys.readouterr()
+    assert "set option allow_open_data_port=true" in captured.err
+    assert captured.err.count("\n") == 1
+    assert not captured.out
+    assert not path.exists()
+
+
+def test_the_list_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["conformance", "--list", "--json"]) == 0
+    entries = json.loads(capsys.readouterr().out)
+    assert [entry["id"] for entry in entries] == list(all_rules())
+    assert entries[0]["sentence"] == all_rules()["LIFE-01"].sentence
+
+
+TWO = """
+class TestOne(TestMine):
+    pass
+
+
+class TestTwo(TestMine):
+    pass
+
+
+del TestMine
+"""
+
+
+def test_two_classes_of_a_file_are_told_apart(tmp_path: Path) -> None:
+    (tmp_path / "test_mine.py").write_text(STRANGER + TWO)
+    said = run(*PLUGIN, "-k", "REFUSE-01 or LIFE-03", "-rs", cwd=tmp_path).stdout
+    for name in ("TestOne", "TestTwo"):
+        assert f"{name}: REFUSE-01 does not apply: read declared" in said
+        assert f"{name}: not decided" in said
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "status", "said"),
+    [
+        ("Mine, options", "'lokal', options", 4, "TestMine: no transport named 'lokal'"),
+        ("Mine, options", "object, options", 2, "transport is <class 'object'>; give"),
+        ("options=", "path='warp', options=", 2, "path is 'warp'; it must be None or one of"),
+        ("4096", "'many'", 1, "TestMine: options of transport"),
+    ],
+)
+def test_a_mistake_in_a_harness_is_said_in_a_line(
+    tmp_path: Path, old: str, new: str, status: int, said: str
+) -> None:
+    (tmp_path / "test_mine.py").write_text(STRANGER.replace(old, new))
+    ended = run(*PLUGIN, "-k", "READ-05", cwd=tmp_path)
+    assert ended.returncode == status, ended.stdout + ended.stderr
+    assert said in ended.stdout + ended.stderr
+    assert "kvbridge/testing" not in ended.stdout + ended.stderr
+
+
+def test_a_file_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "test_mine.py").write_text(STRANGER)
+    ended = run(*PLUGIN, "-k", "LIFE-01", "--conformance-json=/no/such/x.json", cwd=tmp_path)
+    assert ended.returncode == 4
+    assert ended.stderr.strip() == (
+        "ERROR: --conformance-json /no/such/x.json cannot be written: there is no folder /no/such; "
+        "name a file in a folder of yours"
+    )
+    assert not ended.stdout.strip()
 
 
 def test_a_class_without_a_harness_is_named(tmp_path: Path) -> None:

@@ -4,7 +4,10 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
+
+import msgspec
 
 from kvbridge.transport import (
     Capabilities,
@@ -60,12 +63,35 @@ class CopyMutant(Mutant):
 
     def open(self, config: Mapping[str, Any] | TransportConfig | None = None) -> None:
         super().open(config)
-        assert self._copier is not None
-        sound = self._copier._copy
-        self._copier._copy = lambda job: self.copy(job, sound)  # type: ignore[method-assign]
+        copier = self._opened().copier
+        sound = copier._copy
+        copier._copy = lambda job: self.copy(job, sound)  # type: ignore[method-assign]
 
     def copy(self, job: Job, sound: Copy) -> str:
         raise NotImplementedError
+
+
+class SharedWordMutant(CopyMutant):
+    """Has a word that its peers see and set, too; it lives as long as the agent's process.
+
+    Attributes:
+        word: The agent's own.
+        words: That of each peer.
+    """
+
+    def open(self, config: Mapping[str, Any] | TransportConfig | None = None) -> None:
+        super().open(config)
+        self.word = Path(f"/proc/{os.getpid()}/fd/{os.memfd_create('word')}")
+        self.words: dict[Peer, Path] = {}
+
+    def agent_info(self) -> bytes:
+        return msgspec.msgpack.encode((str(self.word), super().agent_info()))
+
+    def add_peer(self, agent_info: bytes, regions: Sequence[Region], *, timeout_s: float) -> Peer:
+        word, info = msgspec.msgpack.decode(agent_info, type=tuple[str, bytes])
+        peer = super().add_peer(info, regions, timeout_s=timeout_s)
+        self.words[peer] = Path(word)
+        return peer
 
 
 class Declares(LocalTransport):

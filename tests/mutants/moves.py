@@ -2,10 +2,12 @@
 
 import time
 from dataclasses import replace
+from functools import partial
+from typing import ClassVar
 
 import numpy as np
 
-from kvbridge.transport import Descriptors, Handle, Op, Peer
+from kvbridge.transport import Descriptors, Handle, Op, Peer, Poll
 from kvbridge.transport.local.worker import Job
 from tests.mutants.base import Copy, CopyMutant, Mutant, PieceMutant, later
 
@@ -174,11 +176,16 @@ class NeverEndsWhatIsEmpty(Mutant):
         return Handle(op, peer, 0)
 
 
-class SubmitWaits(Mutant):
-    """Submit returns when the bytes are there."""
+class SendsOnceMore(Mutant):
+    """What has been written is sent again a little later, as no acknowledgement was looked at."""
 
-    killed_by = "READ-10"
-    says = "submit took"
+    killed_by = "WRITE-08"
+    says = "after the end of a write"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._unacknowledged: dict[Handle, tuple[Descriptors, Descriptors]] = {}
+        self._again: set[Handle] = set()
 
     def submit(
         self,
@@ -189,7 +196,58 @@ class SubmitWaits(Mutant):
         notification: bytes = b"",
     ) -> Handle:
         handle = super().submit(op, peer, local, remote, notification)
-        assert self._copier is not None
-        while not any(end.handle is handle for end in list(self._copier.finished)):
+        if op == "write":
+            self._unacknowledged[handle] = local, remote
+        return handle
+
+    def poll(self) -> Poll:
+        polled = super().poll()
+        for handle in {end.handle for end in polled.finished} & set(self._unacknowledged):
+            later(0.02, partial(self._send_again, handle.peer, *self._unacknowledged.pop(handle)))
+        ended = [end for end in polled.finished if end.handle not in self._again]
+        return Poll(tuple(ended), polled.notifications)
+
+    def _send_again(self, peer: Peer, local: Descriptors, remote: Descriptors) -> None:
+        self._again.add(super().submit("write", peer, local, remote))
+
+
+class SubmitWaits(Mutant):
+    """Submit returns when the bytes are there."""
+
+    waits: ClassVar[Op]
+    _early = Poll()
+
+    def submit(
+        self,
+        op: Op,
+        peer: Peer,
+        local: Descriptors,
+        remote: Descriptors,
+        notification: bytes = b"",
+    ) -> Handle:
+        handle = super().submit(op, peer, local, remote, notification)
+        while op == self.waits and handle not in {end.handle for end in self._early.finished}:
+            self._early = self.poll()
             time.sleep(0.0002)
         return handle
+
+    def poll(self) -> Poll:
+        (ended, heard), self._early = self._early, Poll()
+        polled = super().poll()
+        return Poll(ended + polled.finished, heard + polled.notifications)
+
+
+class SubmitWaitsForTheAnswer(SubmitWaits):
+    """A read is asked for and answered before submit returns."""
+
+    killed_by = "READ-10"
+    says = "submit took"
+    waits = "read"
+
+
+class SubmitSends(SubmitWaits):
+    """A write is sent by the thread that submits it."""
+
+    killed_by = "WRITE-10"
+    says = "submit took"
+    waits = "write"

@@ -67,7 +67,7 @@ class NamesTheReceiver(ReceivedWrongly):
     says = "sender and payload"
 
     def received(self, notification: Notification) -> list[Notification]:
-        return [notification._replace(sender=self._info.agent)]
+        return [notification._replace(sender=self._opened().card.agent)]
 
 
 class NotifiesBeforeTheBytes(Mutant):
@@ -88,6 +88,27 @@ class NotifiesBeforeTheBytes(Mutant):
             self.notify(peer, notification)
             notification = b""
         return super().submit(op, peer, local, remote, notification)
+
+
+class NotifiesWhenAsked(Mutant):
+    """The notification of a read travels with the request, and is heard when that comes."""
+
+    killed_by = "NOTIFY-05"
+    says = "when the read's notification came"
+
+    def submit(
+        self,
+        op: Op,
+        peer: Peer,
+        local: Descriptors,
+        remote: Descriptors,
+        notification: bytes = b"",
+    ) -> Handle:
+        if op == "write" or not notification:
+            return super().submit(op, peer, local, remote, notification)
+        handle = super().submit(op, peer, local, remote)
+        self.notify(peer, notification)
+        return handle
 
 
 class NotifiesWithBytesOnly(Mutant):

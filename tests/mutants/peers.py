@@ -4,6 +4,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -36,7 +37,7 @@ class UsesTheLatestPeer(Mutant):
         return peer
 
     def _mine(self, peer: Peer) -> LocalPeer:
-        sound = super()._mine(peer)
+        sound: LocalPeer = super()._mine(peer)
         return replace(sound, pid=self._latest.pid) if self._latest else sound
 
 
@@ -140,7 +141,7 @@ class NamesPeersByRank(Mutant):
     says = "both have the name"
 
     def add_peer(self, agent_info: bytes, regions: Sequence[Region], *, timeout_s: float) -> Peer:
-        rank = sum(not known.channel.lost for known in self._peers)
+        rank = sum(not known.channel.lost for known in self._peers.values())
         peer = super().add_peer(agent_info, regions, timeout_s=timeout_s)
         object.__setattr__(peer, "agent", f"rank {rank}")
         return peer
@@ -195,7 +196,8 @@ class AddsInOneThreadOnly(Mutant):
     def _mine(self, peer: Peer) -> LocalPeer:
         if self._adding:
             raise RuntimeError("the library is busy in another thread")
-        return super()._mine(peer)
+        sound: LocalPeer = super()._mine(peer)
+        return sound
 
 
 class UsesThePeersOfOnce(Mutant):
@@ -233,8 +235,8 @@ class DiesWithItsReaders(Mutant):
 
     def open(self, config: Mapping[str, Any] | TransportConfig | None = None) -> None:
         super().open(config)
-        assert self._hub is not None
-        self._hub._hang_up = lambda sock: os.abort()  # type: ignore[method-assign]
+        hub = self._opened().hub
+        hub._hang_up = lambda sock: os.abort()  # type: ignore[method-assign]
 
 
 class WaitsLongerForPeers(Mutant):
@@ -249,3 +251,30 @@ class WaitsLongerForPeers(Mutant):
         except PeerLostError:
             time.sleep(8)
             raise
+
+
+class LetsTheSystemsErrorOut(Mutant):
+    """What the system says of a peer that is gone comes out as it is."""
+
+    killed_by = "PEER-04"
+    says = "ConnectionRefusedError"
+
+    def add_peer(self, agent_info: bytes, regions: Sequence[Region], *, timeout_s: float) -> Peer:
+        try:
+            return super().add_peer(agent_info, regions, timeout_s=timeout_s)
+        except PeerLostError as error:
+            raise ConnectionRefusedError(str(error)) from error
+
+
+class LimitsEachTry(Mutant):
+    """The time-out of add_peer is for one try, of which there are five."""
+
+    killed_by = "PEER-04"
+    says = "seconds of an add_peer"
+
+    def add_peer(self, agent_info: bytes, regions: Sequence[Region], *, timeout_s: float) -> Peer:
+        for _ in range(4):
+            with suppress(PeerLostError):
+                return super().add_peer(agent_info, regions, timeout_s=timeout_s)
+            time.sleep(timeout_s)
+        return super().add_peer(agent_info, regions, timeout_s=timeout_s)

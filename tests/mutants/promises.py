@@ -10,6 +10,7 @@ from kvbridge.errors import OutOfBoundsError
 from kvbridge.transport import (
     Availability,
     Descriptors,
+    Events,
     LocalMemory,
     Op,
     Peer,
@@ -107,7 +108,7 @@ class OpensTwice(Mutant):
     says = "raised nothing"
 
     def open(self, config: Mapping[str, Any] | TransportConfig | None = None) -> None:
-        if not self._hub:
+        if self._agent is None:
             super().open(config)
 
 
@@ -160,6 +161,7 @@ class UnregistersWhatIsBusy(Mutant):
     def __init__(self) -> None:
         super().__init__()
         self.memory = _NothingIsBusy()
+        self._events = Events(self.memory)
 
 
 class RegistersTwice(Mutant):
@@ -211,7 +213,7 @@ class IsSurprisedWhenNotOpen(Mutant):
     says = "AttributeError"
 
     def agent_info(self) -> bytes:
-        return self._info.seal(self.name)
+        return self._agent.info()  # type: ignore[union-attr]
 
 
 class LeaksARegistration(Mutant):

@@ -106,6 +106,21 @@ class AddsUpTo64Bits(Mutant):
         return frozenset()
 
 
+class TakesTheEndForOutside(Mutant):
+    """A piece that ends where the owner's region ends is taken for one byte too long."""
+
+    killed_by = "WRITE-05"
+    says = "OutOfBoundsError"
+
+    def check_submit(
+        self, op: Op, peer: Peer, local: Descriptors, remote: Descriptors, notification: bytes
+    ) -> frozenset[Region]:
+        ends = [region.end for region in peer.table.regions]
+        if op == "write" and np.isin(remote.address + remote.nbytes, ends).any():
+            raise OutOfBoundsError("outside the peer's regions")
+        return super().check_submit(op, peer, local, remote, notification)
+
+
 class ForgetsTheKind(PieceMutant):
     """All pieces are taken for main memory."""
 
@@ -116,6 +131,46 @@ class ForgetsTheKind(PieceMutant):
         self, op: Op, local: Descriptors, remote: Descriptors
     ) -> tuple[Descriptors, Descriptors]:
         return Descriptors(local.address, local.nbytes), Descriptors(remote.address, remote.nbytes)
+
+
+class JoinsRegionsThatOverlap(Mutant):
+    """Regions of a peer that overlap are taken for one."""
+
+    killed_by = "PEER-10"
+    says = "overlap: raised nothing"
+
+    def add_peer(self, agent_info: bytes, regions: Sequence[Region], *, timeout_s: float) -> Peer:
+        first, *others = sorted(regions, key=lambda region: region.address)
+        joined = [first]
+        for region in others:
+            if region.address < joined[-1].end:
+                end = max(region.end, joined[-1].end)
+                joined[-1] = Region(joined[-1].address, end - joined[-1].address)
+            else:
+                joined.append(region)
+        return super().add_peer(agent_info, joined, timeout_s=timeout_s)
+
+
+class ForgetsThePeersKind(Mutant):
+    """All memory of a peer is taken for main memory."""
+
+    killed_by = "PEER-10"
+    says = "'core rope' memory: raised nothing"
+
+    def add_peer(self, agent_info: bytes, regions: Sequence[Region], *, timeout_s: float) -> Peer:
+        main = [Region(region.address, region.nbytes) for region in regions]
+        return super().add_peer(agent_info, main, timeout_s=timeout_s)
+
+    def submit(
+        self,
+        op: Op,
+        peer: Peer,
+        local: Descriptors,
+        remote: Descriptors,
+        notification: bytes = b"",
+    ) -> Handle:
+        main = Descriptors(remote.address, remote.nbytes)
+        return super().submit(op, peer, local, main, notification)
 
 
 class KeepsWhatItRefused(Mutant):

@@ -82,21 +82,23 @@ class ConcurrencyRules:
     )
     def test_several_actors(self, bench: Bench) -> None:
         op = bench.any_op()
-        owner, agents = bench.agent(4 * MIB), [bench.agent(4 * MIB) for _ in range(3)]
+        depth, nbytes = min(8, bench.can.inflight_max or 8), bench.fit(MIB)
+        share = depth * nbytes
+        owner, agents = bench.agent(3 * share), [bench.agent(3 * share) for _ in range(3)]
         peers = [agent.add_peer(owner) for agent in agents]
-        owner.data[:] = pattern(9, 4 * MIB)
-        nbytes = bench.fit(MIB)
+        owner.data[:] = pattern(9, 3 * share)
+        for number, agent in enumerate(agents):
+            agent.data[:] = pattern(number, 3 * share)
         calls = []
-        for number, (agent, peer) in enumerate(zip(agents, peers, strict=True)):
-            agent.data[:] = pattern(number, 4 * MIB)
-            pieces = [(number * MIB, nbytes)]
-            calls.append(
-                agent.start("submit", op, peer.id, agent.pieces(pieces), owner.pieces(pieces))
-            )
-        for agent, call in zip(agents, calls, strict=True):
+        for k in range(depth):  # in turn, so that all three are in the middle of theirs
+            for number, (agent, peer) in enumerate(zip(agents, peers, strict=True)):
+                pieces = [(number * share + k * nbytes, nbytes)]
+                local, remote = agent.pieces(pieces), owner.pieces(pieces)
+                calls.append((agent, agent.start("submit", op, peer.id, local, remote)))
+        for agent, call in calls:
             agent.finish(call.result(bench.harness.patience_s), f"a {op} beside two others")
         for number, agent in enumerate(agents):
-            part = slice(number * MIB, number * MIB + nbytes)
+            part = slice(number * share, (number + 1) * share)
             expect_bytes(f"memory after {op}s of three agents", agent.data[part], owner.data[part])
 
     @rule(

@@ -7,6 +7,7 @@ from kvbridge.testing.bench import MIB, Bench
 from kvbridge.testing.memory import pattern
 from kvbridge.testing.remote import RemoteAgent
 from kvbridge.testing.rules import rule
+from kvbridge.testing.suite.moves import in_order, tail_first
 from kvbridge.testing.violations import expect, expect_bytes, expect_equal
 from kvbridge.transport import Op, State
 
@@ -43,14 +44,15 @@ def check_after_its_bytes(bench: Bench, op: Op) -> None:
         source.data[:nbytes] = pattern(seed, nbytes)
         target.data[:nbytes] = 0xEE
         waiting = there.start(
-            "take_notifications", 1, bench.harness.patience_s, [target.span(0, nbytes)]
+            "take_notifications", 1, bench.harness.patience_s, tail_first(target, nbytes)
         )
         handle = here.submit(op, bench.peer, [(0, nbytes)], [(0, nbytes)], b"now")
         here.finish(handle, f"a {op} with a notification")
         here.call("poll_for", 0.02)
         taken, seen = waiting.result(bench.harness.patience_s + 10)
         expect_equal("notifications that came", [p for _, p in taken], [b"now"])
-        expect_bytes(f"destination when the {op}'s notification came", seen, pattern(seed, nbytes))
+        what = f"destination when the {op}'s notification came"
+        expect_bytes(what, in_order(seen), pattern(seed, nbytes))
 
 
 class NotificationRules:

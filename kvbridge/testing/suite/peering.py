@@ -2,6 +2,8 @@
 
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -41,6 +43,7 @@ FLAGS = (
 )
 LIMITS = ("descriptors_max", "inflight_max", "transfer_max_bytes")
 FRAME_NBYTES = 16 << 20
+SLACK_S = 4.5  # of add_peer, beyond its time limit: a busy machine may hold it up
 
 
 def more_than(peer: Capabilities, transport: Capabilities) -> list[str]:
@@ -65,10 +68,22 @@ def use(bench: Bench, agent: RemoteAgent, peer: RemotePeer) -> None:
         check_copies(bench, op, [(5, 1, 1000)], agent=agent, peer=peer)
 
 
+@contextmanager
+def in_time(limit_s: float) -> Iterator[None]:
+    """Break the rule where an add_peer with this time limit takes much longer."""
+    start = time.monotonic()
+    try:
+        yield
+    finally:
+        took_s = time.monotonic() - start
+        expect_at_most(f"seconds of an add_peer with {limit_s:g}", took_s, limit_s + SLACK_S)
+
+
 def check_gone(bench: Bench, agent: RemoteAgent, owner: RemoteAgent, info: bytes) -> None:
     """Some libraries connect at first use only; then that is what fails."""
     try:
-        peer = agent.add_peer_as(owner, info, owner.registered, timeout_s=2)
+        with in_time(2):
+            peer = agent.add_peer_as(owner, info, owner.registered, timeout_s=2)
     except PeerLostError:
         return
     for op in bench.declared_ops():
@@ -154,14 +169,14 @@ class PeeringRules:
         agent, silent = bench.agent(), bench.agent()
         info = silent.agent_info()
         silent.process.signal(signal.SIGSTOP)
-        start = time.monotonic()
         try:
-            agent.drop_peer(agent.add_peer_as(silent, info, silent.registered, timeout_s=0.5))
+            with in_time(0.5):
+                peer = agent.add_peer_as(silent, info, silent.registered, timeout_s=0.5)
+            agent.drop_peer(peer)
         except PeerLostError:
             pass
         finally:
             silent.process.signal(signal.SIGCONT)
-        expect_at_most("seconds of an add_peer with 0.5", time.monotonic() - start, 5.0)
         use(bench, agent, agent.add_peer(silent))
 
     @rule("PEER-06", "A peer may be added twice; dropping one of them leaves the other usable.")
