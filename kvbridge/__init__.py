@@ -4,10 +4,14 @@ The public names load when they are first used, so that importing the package co
 nothing and never loads a vendor library.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from __future__ import annotations
 
+from importlib import import_module
+
+TYPE_CHECKING = False  # type checkers take it for true; typing's own would load all of typing
 if TYPE_CHECKING:
+    from typing import Any
+
     from kvbridge.handshake import HandshakeMetadata, PPAwareHandshake, gather_handshake_metadata
     from kvbridge.model import (
         CacheComponent,

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvbridge.errors import KVBridgeError
+from kvbridge.processes import start_uninterrupted
 from kvbridge.transport import (
     Descriptors,
     Op,
@@ -26,7 +27,7 @@ from kvbridge.transport import (
     open_transport,
 )
 
-START_S = 60.0
+START_S = 15.0
 TRANSFER_S = 60.0
 _POLL_S = 50e-6
 _OWNER_POLL_S = 1e-3
@@ -86,7 +87,7 @@ class Pair:
         self._process = context.Process(
             target=_own, args=(theirs, choice, nbytes), name="kvbridge bench owner", daemon=True
         )
-        self._process.start()
+        start_uninterrupted(self._process)
         theirs.close()
         self._owner: Transport | None = None
         try:
@@ -151,7 +152,11 @@ class Pair:
     def _answer(self, timeout_s: float) -> Any:
         try:
             if not self._pipe.poll(timeout_s):
-                raise BenchError(f"the process that owns the memory is silent for {timeout_s:g} s")
+                self._process.kill()  # it would not hear that it is to stop either
+                raise BenchError(
+                    f"process {self._process.pid}, which owns the memory, did not answer within "
+                    f"{timeout_s:g} s and was ended; was it stopped, or is the machine that busy?"
+                )
             sort, value = self._pipe.recv()
         except (EOFError, OSError) as error:
             raise BenchError("the process that owns the memory ended by itself") from error
@@ -191,8 +196,8 @@ def _own(pipe: Connection, choice: Mapping[str, Any] | TransportChoice, nbytes: 
                 break
             pipe.send(("done", getattr(arena, command)(*args)))
         transport.close()
-    except (EOFError, KeyboardInterrupt):
-        os._exit(1)  # whoever started this process has ended, or wants it to end at once
+    except EOFError:
+        os._exit(1)  # whoever started this process has ended
     except (KVBridgeError, OSError, MemoryError) as error:
         with contextlib.suppress(OSError):
             pipe.send(("failed", f"{type(error).__name__}: {error}"))

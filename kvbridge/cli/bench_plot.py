@@ -1,6 +1,5 @@
 """The picture of ``kvbridge bench``: throughput over block size, one line for each transport."""
 
-import os
 from collections.abc import Sequence
 from importlib.util import find_spec
 from itertools import product
@@ -8,6 +7,7 @@ from pathlib import Path
 
 from kvbridge.bench import Measurement
 from kvbridge.cli.options import size_words
+from kvbridge.config import check_writable
 from kvbridge.errors import ConfigError
 
 SUFFIXES = (".png", ".svg", ".pdf")
@@ -21,12 +21,9 @@ def check(path: Path) -> None:
     """
     if find_spec("matplotlib") is None:
         raise ConfigError("--plot needs matplotlib; pip install 'kvbridge[plot]'")
-    if path.suffix not in SUFFIXES:
+    if path.suffix.lower() not in SUFFIXES:
         raise ConfigError(f"--plot {path} must end with one of {', '.join(SUFFIXES)}")
-    if not path.parent.is_dir():
-        raise ConfigError(f"--plot {path}: there is no folder {path.parent}")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ConfigError(f"--plot {path} cannot be written; name a file in a folder of yours")
+    check_writable(path, "--plot")
 
 
 def draw(found: Sequence[Measurement], path: Path) -> None:

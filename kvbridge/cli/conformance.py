@@ -1,7 +1,8 @@
 """``kvbridge conformance``: does a transport keep the promises that KVBridge relies on?"""
 
+import dataclasses
 import importlib
-import os
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvbridge.cli.options import transport_options
+from kvbridge.config import check_writable
 from kvbridge.errors import ConfigError
 from kvbridge.transport import check_transport
 
 if TYPE_CHECKING:
-    from kvbridge.testing import Outcome, Report
+    from kvbridge.testing import Outcome, Report, Rule
 
 EXIT_BROKEN = 1
 
@@ -41,7 +43,7 @@ EXIT_BROKEN = 1
     show_default=True,
     help="Where to write what was found.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON as well.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report, or the list, as JSON.")
 @click.option("--list", "lists", is_flag=True, help="List the rules instead.")
 def command(name: str | None, lists: bool, as_json: bool, path: Path, **given: Any) -> int:
     """Try a transport against the numbered rules of the conformance suite.
@@ -51,7 +53,10 @@ def command(name: str | None, lists: bool, as_json: bool, path: Path, **given: A
     """
     testing = _testing()
     if lists:
-        for rule in testing.all_rules().values():
+        rules = list(testing.all_rules().values())
+        if as_json:
+            click.echo(json.dumps([_entry(rule) for rule in rules], indent=2))
+        for rule in () if as_json else rules:
             click.echo(f"{rule.id:<11} {rule.sentence}")
         return 0
     if not name:
@@ -59,7 +64,7 @@ def command(name: str | None, lists: bool, as_json: bool, path: Path, **given: A
     options = transport_options(given["options"])
     check_transport({"transport": name, "options": options})
     variables = _variables(given["variables"])
-    _check_writable(path)
+    check_writable(path, "--report")
     harness = testing.TransportHarness(
         name,
         options=options,
@@ -82,22 +87,17 @@ def command(name: str | None, lists: bool, as_json: bool, path: Path, **given: A
     return 0 if report.ok else EXIT_BROKEN
 
 
+def _entry(rule: "Rule") -> dict[str, Any]:
+    """Return all that is known of a rule but its proof, as plain data."""
+    values = {f.name: getattr(rule, f.name) for f in dataclasses.fields(rule) if f.repr}
+    return {**values, "group": rule.group}
+
+
 def _variables(pairs: Sequence[str]) -> dict[str, str]:
     for pair in pairs:
         if pair.partition("=")[0] in ("", pair):
             raise ConfigError(f"--env {pair!r} must be KEY=VALUE")
     return dict(pair.partition("=")[::2] for pair in pairs)
-
-
-def _check_writable(path: Path) -> None:
-    """Refuse a report that could not be written, before minutes are spent on it."""
-    folder = path.parent
-    if (
-        not path.name
-        or not folder.is_dir()
-        or not os.access(path if path.exists() else folder, os.W_OK)
-    ):
-        raise ConfigError(f"--report {path} cannot be written; name a file in a folder of yours")
 
 
 def _testing() -> Any:

@@ -1,7 +1,9 @@
 """``kvbridge new-transport``: a project in which only the bytes are missing."""
 
 import json
+import keyword
 import re
+import sys
 from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
@@ -67,8 +69,21 @@ def check_name(name: str) -> None:
             f"{name!r} is no name for a transport; use up to 40 lower-case letters, digits and "
             "single underscores, a letter first, such as 'my_fabric'"
         )
+    if keyword.iskeyword(name) or keyword.issoftkeyword(name):
+        raise ConfigError(f"{name!r} is a word of Python; choose another name")
     if name in transport_entry_points() or find_spec(f"kvbridge_{name}"):
         raise ConfigError(f"a transport {name!r} is installed already; choose another name")
+    if name in sys.stdlib_module_names or _is_module(name):
+        raise ConfigError(
+            f"{name!r} is a module of Python or of an installed package, and who reads the name "
+            f"would think of that; choose another name, such as '{name}_kv'"
+        )
+
+
+def _is_module(name: str) -> bool:
+    # A mere folder beside the caller has no origin, and is no module that anybody installed.
+    spec = find_spec(name)
+    return spec is not None and spec.origin is not None
 
 
 def render(name: str) -> dict[str, str]:

@@ -3,12 +3,10 @@
 import contextlib
 import multiprocessing
 import os
-import signal
 import socket
 import struct
 import time
 from collections.abc import Iterator, Mapping
-from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -18,6 +16,7 @@ from kvbridge.demo.messages import Failed, RankSpec, Stop
 from kvbridge.demo.rank import run_rank
 from kvbridge.errors import KVBridgeError
 from kvbridge.model import Rank
+from kvbridge.processes import start_uninterrupted
 
 _STOP_S = 10.0
 
@@ -50,8 +49,6 @@ class Engine:
         """Start the processes; :meth:`gather` then waits for their metadata."""
         self.name, self.spec = name, spec
         context = multiprocessing.get_context("spawn")
-        # Started with the first process, it would take back that interrupts are kept from that.
-        resource_tracker.ensure_running()
         groups = connect_ranks(spec.shape.pp, spec.shape.tp, timeout_s=spec.timeout_s)
         self._processes: dict[Rank, BaseProcess] = {}
         self._pipes: dict[Rank, Connection] = {}
@@ -62,8 +59,8 @@ class Engine:
                 process = context.Process(
                     target=run_rank, args=(spec, group, theirs), name=f"{name} rank {rank}"
                 )
-                with _environment(_RANK_ENVIRONMENT), _without_interrupts():
-                    process.start()
+                with _environment(_RANK_ENVIRONMENT):
+                    start_uninterrupted(process)
                 theirs.close()
                 self._processes[rank], self._pipes[rank] = process, ours
         except BaseException:
@@ -225,19 +222,6 @@ def _bound_waits(pipe: Connection, timeout_s: float) -> None:
     with socket.socket(fileno=os.dup(pipe.fileno())) as ends:
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             ends.setsockopt(socket.SOL_SOCKET, option, timeval)
-
-
-@contextlib.contextmanager
-def _without_interrupts() -> Iterator[None]:
-    """Keep Ctrl-C from the processes started within, for good; it comes to this one afterwards.
-
-    It reaches the whole terminal, and this process alone decides what it means.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager

@@ -2,15 +2,20 @@
 
 import json
 import os
+import re
+import signal
 from collections.abc import Callable
 from itertools import pairwise
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 
 from kvbridge.bench import BenchError, Case, Pair, measure
+from kvbridge.bench import pair as pair_module
 from kvbridge.cli import main
 from kvbridge.errors import ConfigError
+from kvbridge.processes import start_uninterrupted
 from kvbridge.transport import Descriptors, Op, Transport
 
 pytestmark = pytest.mark.multi_process
@@ -41,8 +46,11 @@ def test_every_case_is_measured(
         assert 0 < low <= median <= high
 
 
-def test_a_table_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    picture = tmp_path / "bench.png"
+@pytest.mark.parametrize("name", ["bench.png", "BENCH.PNG"])
+def test_a_table_and_a_picture(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture = tmp_path / name
     assert main(["bench", "local", *SMALL, "--op", "read", "--plot", str(picture)]) == 0
     out = capsys.readouterr().out
     assert "scattered" in out
@@ -108,6 +116,24 @@ def test_the_death_of_the_other_process_is_told() -> None:
         pair._process.join()
         with pytest.raises(BenchError, match="ended by itself"):
             pair.fill(1, 2)
+
+
+def test_a_process_that_is_stopped_while_it_starts_is_told_and_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def start_and_stop(process: BaseProcess) -> None:
+        start_uninterrupted(process)
+        assert process.pid
+        os.kill(process.pid, signal.SIGSTOP)
+
+    assert pair_module.START_S <= 15
+    monkeypatch.setattr(pair_module, "START_S", 1.0)
+    monkeypatch.setattr(pair_module, "start_uninterrupted", start_and_stop)
+    with pytest.raises(BenchError, match="did not answer within 1 s") as raised:
+        Pair({"transport": "local"}, 1 << 20)
+    found = re.search(r"process (\d+), which owns the memory", str(raised.value))
+    assert found
+    assert not Path("/proc", found[1]).exists()
 
 
 def test_no_process_is_left(capsys: pytest.CaptureFixture[str]) -> None:

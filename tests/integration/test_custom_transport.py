@@ -132,6 +132,12 @@ def test_a_new_project_passes_its_own_checks(tmp_path: Path) -> None:
         ("9lives", "is no name for a transport"),
         ("a__b", "is no name for a transport"),
         ("../up", "is no name for a transport"),
+        ("class", "'class' is a word of Python"),
+        ("import", "'import' is a word of Python"),
+        ("match", "'match' is a word of Python"),
+        ("kvbridge", "'kvbridge' is a module"),
+        ("numpy", "'numpy' is a module"),
+        ("json", "'json' is a module"),
     ],
 )
 def test_names_that_cannot_be(

@@ -17,7 +17,6 @@ EXIT_DIFFERENT = 1
 """Something that should be equal is not, or a rule failed."""
 EXIT_MISTAKE = 2
 """What was asked for cannot be done."""
-EXIT_INTERRUPTED = 128 + signal.SIGINT
 EXIT_UNREAD = 128 + signal.SIGPIPE
 """Whoever read the output went away."""
 
@@ -56,7 +55,7 @@ def _kvbridge() -> None:
     """Move KV caches between LLM inference engines."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def run(arguments: Sequence[str] | None = None) -> int:
     """Run a command; a user's mistake becomes one line, never a traceback.
 
     Args:
@@ -71,9 +70,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_MISTAKE
     try:
         return _run(words)
-    except (KeyboardInterrupt, click.Abort):
-        click.echo("kvbridge: interrupted", err=True)
-        return EXIT_INTERRUPTED
     except BrokenPipeError:
         _forget_output()
         return EXIT_UNREAD
