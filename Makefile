@@ -6,8 +6,8 @@ BIN := $(VENV)/bin
 CONSTRAINTS := requirements/constraints.txt
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS)
 
-# What the transports that the tests run need from Debian: these three are for Mooncake.
-DEBIAN_PACKAGES := libibverbs1 libnuma1 libcurl4
+# What the tests need from Debian: three libraries for Mooncake, two servers for the registries.
+DEBIAN_PACKAGES := libibverbs1 libnuma1 libcurl4 redis-server etcd-server
 
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
@@ -72,6 +72,6 @@ $(CORE): pyproject.toml $(CONSTRAINTS) | $(BIN)/pip
 
 # nixl-cu12 declares torch, which brings several GB of CUDA, and needs only numpy: hence --no-deps.
 $(ALL): $(CORE)
-	$(PIP_INSTALL) --editable ".[testing,docs,dev,plot,torch,mooncake,ucx]"
+	$(PIP_INSTALL) --editable ".[testing,docs,dev,plot,torch,mooncake,ucx,redis,etcd]"
 	$(PIP_INSTALL) --no-deps nixl-cu12
 	@touch $@

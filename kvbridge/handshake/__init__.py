@@ -10,6 +10,7 @@ from kvbridge.handshake.compatibility import (
     factors_of,
 )
 from kvbridge.handshake.dialer import Dialer, fetch_metadata
+from kvbridge.handshake.discovery import EngineRecord, Registry, open_registry
 from kvbridge.handshake.messages import MetadataReply, Release
 from kvbridge.handshake.metadata import HandshakeMetadata, RankPayload
 from kvbridge.handshake.security import Keys, SecurityConfig, keys_of_secret, load_keys
@@ -19,6 +20,7 @@ __all__ = [
     "Dialer",
     "Difference",
     "EngineAddress",
+    "EngineRecord",
     "HandshakeMetadata",
     "HandshakeServer",
     "Keys",
@@ -26,6 +28,7 @@ __all__ = [
     "Networks",
     "PPAwareHandshake",
     "RankPayload",
+    "Registry",
     "Release",
     "SecurityConfig",
     "check_compatible",
@@ -37,4 +40,5 @@ __all__ = [
     "hand_over",
     "keys_of_secret",
     "load_keys",
+    "open_registry",
 ]

@@ -5,7 +5,7 @@ import contextlib
 import random
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NoReturn, Self
@@ -15,8 +15,14 @@ import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from kvbridge.config import check_timeout
-from kvbridge.errors import AuthenticationError, HandshakeError, HandshakeTimeoutError
+from kvbridge.errors import (
+    AuthenticationError,
+    ConfigError,
+    HandshakeError,
+    HandshakeTimeoutError,
+)
 from kvbridge.handshake.address import EngineAddress, Networks
+from kvbridge.handshake.discovery import EngineRecord
 from kvbridge.handshake.messages import MetadataReply, MetadataRequest, decode_reply
 from kvbridge.handshake.security import Keys
 from kvbridge.handshake.sockets import channel_socket
@@ -55,14 +61,23 @@ class _Pauses:
         return pause_s
 
 
+Find = Callable[[str], EngineRecord | None]
+"""Returns the record of an engine, by its id."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Call:
     """One question: to whom, what, until when."""
 
-    address: EngineAddress
+    address: EngineAddress | None
     request: MetadataRequest
     deadline_s: float
     timeout_s: float
+
+    @property
+    def whom(self) -> str:
+        """Who is asked, in words."""
+        return str(self.address or f"engine {self.request.engine_id!r}")
 
 
 class Dialer:
@@ -72,20 +87,28 @@ class Dialer:
     starts is asked again, one that is not there is tried until the time is over.
     """
 
-    def __init__(self, *, keys: Keys | None = None, networks: Networks | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        keys: Keys | None = None,
+        networks: Networks | None = None,
+        find: Find | None = None,
+    ) -> None:
         """Start the thread.
 
         Args:
             keys: Own keys and those of peers; None to talk to engines without.
             networks: What may be dialled; this machine alone by default.
+            find: Says where engines are that are asked for by their id alone; it may block.
         """
         self._keys = keys
         self._networks = networks or Networks()
+        self._lookup = find
         self._context = zmq.asyncio.Context()
         self._context.max_sockets = _SOCKETS_MAX
         self._loop = asyncio.new_event_loop()
         self._closed = False
-        self._waiting: dict[Future[MetadataReply], EngineAddress] = {}
+        self._waiting: dict[Future[MetadataReply], _Call] = {}
         self._thread = threading.Thread(target=self._run, name="kvbridge-dialer", daemon=True)
         self._thread.start()
 
@@ -99,7 +122,7 @@ class Dialer:
 
     def fetch(
         self,
-        address: EngineAddress,
+        address: EngineAddress | None,
         *,
         timeout_s: float,
         engine_id: str | None = None,
@@ -110,7 +133,7 @@ class Dialer:
         """Ask an engine for the metadata of its ranks; returns at once.
 
         Args:
-            address: Where its handshake server listens.
+            address: Where its handshake server listens; None to look its id up in the registry.
             timeout_s: How long the answer may take.
             engine_id: Engine that must be behind the address, if known.
             ranks: Ranks to ask for; None for all.
@@ -127,17 +150,23 @@ class Dialer:
               or outside of the networks.
 
         Raises:
-            ConfigError: The time is none.
+            ConfigError: The time is none, or there is neither address nor registry.
             HandshakeError: The dialer is closed.
         """
+        if address is None and (self._lookup is None or engine_id is None):
+            raise ConfigError(
+                f"engine {engine_id!r} comes without an address, and no registry is configured "
+                "that could know it; have requests carry remote_host and remote_port, or set "
+                "registry"
+            )
         deadline_s = time.monotonic() + check_timeout(timeout_s, "timeout_s")
         if self._closed:
-            raise HandshakeError(f"the dialer is closed; {address} is not asked")
+            raise HandshakeError(f"the dialer is closed; {address or engine_id} is not asked")
         mine = dict(factors) if factors is not None else None
         request = MetadataRequest(engine_id=engine_id, ranks=ranks, asker=asker, factors=mine)
         call = _Call(address, request, deadline_s, timeout_s)
         answer: Future[MetadataReply] = Future()
-        self._waiting[answer] = address
+        self._waiting[answer] = call
         asyncio.run_coroutine_threadsafe(self._answer(call, answer), self._loop)
         return answer
 
@@ -147,8 +176,8 @@ class Dialer:
             self._closed = True
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
-            for answer, address in self._waiting.items():
-                message = f"the dialer was closed while {address} was asked"
+            for answer, call in self._waiting.items():
+                message = f"the dialer was closed while {call.whom} was asked"
                 answer.set_exception(HandshakeError(message))
             self._waiting.clear()
 
@@ -180,13 +209,12 @@ class Dialer:
                 return await self._ask_until_answered(call, heard)
         except TimeoutError:
             raise HandshakeTimeoutError(
-                f"{heard.what} from {call.address} within {call.timeout_s:g} s; check that the "
+                f"{heard.what} from {call.whom} within {call.timeout_s:g} s; check that the "
                 "engine runs and that this is its handshake port"
             ) from None
 
     async def _ask_until_answered(self, call: _Call, heard: "_Heard") -> MetadataReply:
-        resolve = self._networks.resolve
-        found = await self._loop.run_in_executor(None, resolve, call.address)
+        found = await self._loop.run_in_executor(None, self._find, call)
         pause = pauses()
         attempt = 0
         while True:
@@ -199,6 +227,21 @@ class Dialer:
                 self._raise_hung_up(call)
             await asyncio.sleep(pause.next_s())
             attempt += 1
+
+    def _find(self, call: _Call) -> Sequence[EngineAddress]:
+        """Return where to dial; may wait for a registry, or for a name to be resolved."""
+        address, engine_id = call.address, call.request.engine_id
+        if address is None and self._lookup is not None and engine_id is not None:
+            record = self._lookup(engine_id)
+            if record is None:
+                raise HandshakeError(
+                    f"engine {engine_id!r} stands in no entry of the registry; is it alive, and "
+                    "does it announce itself there?"
+                )
+            address = EngineAddress.of(record.host, record.port, where=f"entry of {engine_id!r}")
+        if address is None:
+            raise HandshakeError(f"nobody knows the address of engine {engine_id!r}")
+        return self._networks.resolve(address)
 
     async def _attempt(
         self, call: _Call, target: EngineAddress, heard: "_Heard"
@@ -240,7 +283,8 @@ class Dialer:
         monitor = channel.get_monitor_socket(_DENIED | _LOST | _PROGRESS)
         try:
             if self._keys is not None:
-                names = (call.request.engine_id or call.address.host, call.address.host)
+                host = call.address.host if call.address else target.host
+                names = (call.request.engine_id or host, host)
                 channel.curve_serverkey = self._keys.of(*names)
                 channel.curve_publickey = self._keys.public
                 channel.curve_secretkey = self._keys.secret
@@ -256,7 +300,7 @@ class Dialer:
     def _raise_denied(self, call: _Call) -> NoReturn:
         mine = "has a secret or keys" if self._keys else "has neither secret nor keys"
         raise AuthenticationError(
-            f"{call.address} and this engine do not believe each other (this side {mine}); "
+            f"{call.whom} and this engine do not believe each other (this side {mine}); "
             "give both the same secret, or each the other's public key"
         )
 
@@ -264,7 +308,7 @@ class Dialer:
         if self._keys is not None:
             self._raise_denied(call)
         raise AuthenticationError(
-            f"{call.address} hangs up on every greeting: it expects a secret or keys, which this "
+            f"{call.whom} hangs up on every greeting: it expects a secret or keys, which this "
             "engine does not have, or it is no handshake port"
         )
 

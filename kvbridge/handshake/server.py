@@ -154,13 +154,7 @@ class HandshakeServer(PPAwareHandshake):
             raise HandshakeError(
                 f"{len(metadata)} ranks of metadata to serve, listed under wrong ranks: {wrong}"
             )
-        payloads = (data.payload for data in metadata.values())
-        factors = engine_factors(
-            decode_factors(each)
-            for payload in payloads
-            for each in ((payload,) if isinstance(payload, bytes) else payload)
-            if each is not None
-        )
+        factors = engine_factors(decode_factors(data.payload) for data in metadata.values())
         with self._lock:
             self._generation += 1
             self._ranks = dict(sorted(metadata.items()))

@@ -3,6 +3,7 @@
 The ratio formulas are those of the field (vLLM's connectors); the planner needs none of them.
 """
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -103,6 +104,15 @@ class TransferTopology:
         self.total_num_kv_heads = 1 if is_mla else total_num_kv_heads
         self.is_kv_layout_blocks_first = is_mamba or all(map(_blocks_first, attn_backends))
         self._engines: dict[EngineId, dict[int, EngineTransferInfo]] = {}
+
+    def alone(self) -> "TransferTopology":
+        """Return the same place in the same engine, that knows no other engine yet.
+
+        Connectors that work side by side each know the others' engines by themselves.
+        """
+        topology = copy.copy(self)
+        topology._engines = {}  # noqa: SLF001 - of one's own class
+        return topology
 
     # --- the registry ------------------------------------------------------------------------
 

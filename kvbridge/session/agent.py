@@ -8,7 +8,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvbridge.config import check_timeout
-from kvbridge.errors import ConfigError, HandshakeError, TransportError, UnknownEngineError
+from kvbridge.errors import (
+    ConfigError,
+    HandshakeError,
+    PeerLostError,
+    TransportError,
+    UnknownEngineError,
+)
 from kvbridge.handshake import (
     HandshakeMetadata,
     RankPayload,
@@ -261,6 +267,18 @@ class RankAgent:
         self._live.append(transfer)
         return transfer
 
+    def decline(self, engine_id: str, request_id: str) -> None:
+        """Tell a remote engine that this rank needs nothing of a request.
+
+        Args:
+            engine_id: A connected engine.
+            request_id: The request, by the remote engine's name for it.
+
+        Raises:
+            UnknownEngineError: The engine is not connected.
+        """
+        self._tell(self._session(engine_id), request_id, ok=True)
+
     def poll(self) -> AgentPoll:
         """Make progress. Never waits."""
         polled = self._transport.poll()
@@ -311,6 +329,7 @@ class RankAgent:
                     Descriptors(batch.remote_address[part], nbytes, *there),
                 )
             except TransportError as error:
+                session.lost |= isinstance(error, PeerLostError)
                 transfer.fail(str(error))
                 return
             transfer.pending.add(handle)
@@ -331,18 +350,18 @@ class RankAgent:
                     self._transport.abandon(handle)
             transfer.end(now_s)
             self._live.remove(transfer)
-            self._tell(transfer.session, transfer)
+            self._tell(transfer.session, transfer.request_id, ok=transfer.state is State.DONE)
             yield transfer
 
-    def _tell(self, session: Session, transfer: Transfer) -> None:
+    def _tell(self, session: Session, request_id: str, *, ok: bool) -> None:
         for rank, peer in session.peers.items():
             release = Release(
-                request_id=transfer.request_id,
+                request_id=request_id,
                 engine_id=self._local.engine_id,
                 incarnation=self.incarnation,
                 rank=self._local.rank,
                 readers=session.plan.readers[rank],
-                ok=transfer.state is State.DONE,
+                ok=ok,
             )
             self._notify(peer, encode(release))
 

@@ -29,7 +29,7 @@ class Introduction:
 
     Attributes:
         engine_id: The engine.
-        address: Where its handshake server listens.
+        address: Where its handshake server listens; None if a registry knows.
         state: ``"asking"`` for its metadata, ``"joining"`` its ranks, ``"live"`` or ``"failed"``.
         error: Why it failed.
         failures: How often in a row.
@@ -37,7 +37,7 @@ class Introduction:
     """
 
     engine_id: str
-    address: EngineAddress
+    address: EngineAddress | None
     state: State = "asking"
     error: KVBridgeError | None = None
     failures: int = 0
@@ -85,7 +85,7 @@ class Introductions:
     def meet(
         self,
         engine_id: str,
-        address: EngineAddress,
+        address: EngineAddress | None,
         *,
         incarnation: str | None = None,
         generation: int = 0,
@@ -94,7 +94,7 @@ class Introductions:
 
         Args:
             engine_id: The engine.
-            address: Where its handshake server listens.
+            address: Where its handshake server listens; None to ask the dialer's registry.
             incarnation: Which start of it is wanted, if known: another one is met anew.
             generation: The least registration of its memory that will do.
         """
@@ -123,12 +123,17 @@ class Introductions:
             asked.add_done_callback(lambda answer: self._answers.put((new, answer)))
         return new
 
-    def forget(self, engine_id: str) -> None:
-        """Drop an engine that does not answer as it should; the next request meets it anew."""
+    def doubt(self, engine_id: str) -> None:
+        """Ask an engine anew at the next request, since a transfer with it has failed.
+
+        If it is still the one that we know, its session stays, and what else goes on with it;
+        unless one of its ranks cannot be reached any more.
+        """
         known = self._known.get(engine_id)
         if known is not None and known.state == "live":
             del self._known[engine_id]
-            if engine_id in self._agent.sessions:
+            session = self._agent.sessions.get(engine_id)
+            if session is not None and session.lost:
                 self._agent.disconnect(engine_id)
 
     def poll(self) -> tuple[Introduction, ...]:
@@ -155,8 +160,8 @@ class Introductions:
         return changed
 
     def close(self) -> None:
-        """Begin nothing new and wait for what has begun. Idempotent."""
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        """Begin nothing new. What has begun ends with the agent. Idempotent."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _is_current(self, engine_id: str, incarnation: str | None, generation: int) -> bool:
         session = self._agent.sessions.get(engine_id)

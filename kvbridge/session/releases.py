@@ -43,6 +43,11 @@ class ReleaseBook:
         self._held.add(request_id)
         return self._settle(request_id)
 
+    def expire(self, request_id: str) -> None:
+        """Keep a request's blocks no longer, whoever has not reported."""
+        self._held.discard(request_id)
+        self._reports.pop(request_id, None)
+
     def report(self, release: Release) -> bool:
         """Note that a reader is done.
 

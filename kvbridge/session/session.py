@@ -19,7 +19,7 @@ from kvbridge.plan import EngineTransferPlan, generate_engine_transfer_plan
 from kvbridge.transport import Peer, Transport
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Session:
     """What is needed to move a request between this rank and a remote engine.
 
@@ -30,6 +30,7 @@ class Session:
         plan: What is exchanged, bound to both engines' addresses.
         peers: The remote ranks to talk to.
         memory: Memory kind and device of each of those ranks' caches.
+        lost: Whether one of those ranks could not be reached.
     """
 
     engine_id: str
@@ -38,6 +39,7 @@ class Session:
     plan: EngineTransferPlan
     peers: Mapping[Rank, Peer]
     memory: Mapping[Rank, tuple[str, int]]
+    lost: bool = False
 
 
 def open_session(

@@ -215,7 +215,7 @@ def test_b48_after_kill_9_and_restart_the_third_request_succeeds(
         first.kill()
         failed = consumer.pull("p")
         assert failed.state is State.FAILED
-        consumer.introductions.forget("p")
+        consumer.introductions.doubt("p")
     with EngineProcess(tmp_path, value=2, port=port):
         assert consumer.meet("p", EngineAddress("127.0.0.1", port)).state == "live"
         assert consumer.pull("p").state is State.DONE
