@@ -1,0 +1,152 @@
+"""The contract between an engine and a connector."""
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+from kvbridge.connector.values import BlockIds, Request, WorkerReport
+from kvbridge.handshake import HandshakeMetadata, PPAwareHandshake
+from kvbridge.model import Rank, RankCache
+
+
+class Connector(PPAwareHandshake):
+    """Moves caches for an engine.
+
+    An engine has one *scheduler half* where it decides, and one *worker half* for each rank. Both
+    are connectors of one class, and an engine calls on each what is the half's own. The hooks have
+    the names that vLLM made standard, on values that belong to no engine.
+
+    Order of calls, once:
+
+    1. worker: :meth:`register_kv_caches`, then :meth:`get_handshake_metadata`
+    2. scheduler: one of the two setters, with what all workers returned; see
+       :func:`~kvbridge.handshake.hand_over`
+
+    in each step:
+
+    1. scheduler, for a new request: :meth:`get_num_new_matched_tokens`; once blocks are allocated
+       :meth:`update_state_after_alloc`; when it has finished :meth:`request_finished`
+    2. scheduler: :meth:`build_connector_meta`
+    3. every worker: :meth:`start_load_kv` with it, and :meth:`get_finished`
+    4. scheduler: :meth:`update_connector_output` with what the workers reported
+
+    and at the end :meth:`shutdown` on all. No hook waits for a peer. Each half is called from one
+    thread.
+
+    Attributes:
+        required_layout: Order of axes that the caches must have, such as ``"BHNC"``; None for any.
+    """
+
+    required_layout: str | None = None
+
+    # --- scheduler half --------------------------------------------------------------------------
+
+    @abstractmethod
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Say how many tokens beyond those computed can be loaded.
+
+        Args:
+            request: A request that waits.
+            num_computed_tokens: Tokens whose cache is here already.
+
+        Returns:
+            Their number, None for "ask again later", and whether the load goes on beside the
+            engine's steps.
+        """
+
+    @abstractmethod
+    def update_state_after_alloc(
+        self, request: Request, block_ids: BlockIds, num_external_tokens: int
+    ) -> None:
+        """Take the blocks that were allocated for a request.
+
+        Args:
+            request: The request.
+            block_ids: All its blocks, from its first token on.
+            num_external_tokens: How many tokens are to be loaded into them; 0 if none is.
+        """
+
+    @abstractmethod
+    def build_connector_meta(self) -> object:
+        """Return what the workers must know of this step, and forget it; picklable."""
+
+    @abstractmethod
+    def request_finished(
+        self, request: Request, block_ids: BlockIds
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Take note that a request has finished.
+
+        Args:
+            request: The request, with the tokens that it has computed.
+            block_ids: Its blocks.
+
+        Returns:
+            Whether its blocks must stay until a worker reports them as sent, and the params that
+            the request takes along to another engine.
+        """
+
+    def update_connector_output(self, report: WorkerReport) -> None:
+        """Take note of what has ended on all workers."""
+
+    def not_needed(self, request: Request) -> None:
+        """Take note that a request that could be loaded here is loaded elsewhere, or not at all."""
+
+    def standby_load(
+        self, request: Request, block_ids: BlockIds, num_external_tokens: int
+    ) -> object | None:
+        """Return a load that a worker may start later, in another connector's place.
+
+        Args:
+            request: The request.
+            block_ids: All its blocks.
+            num_external_tokens: How many tokens are to be loaded into them.
+
+        Returns:
+            What :meth:`start_standby` or :meth:`drop_standby` takes; picklable. None if this
+            connector cannot stand by.
+        """
+        return None
+
+    # --- worker half -----------------------------------------------------------------------------
+
+    @abstractmethod
+    def register_kv_caches(self, cache: RankCache) -> None:
+        """Take the rank's cache; again after an engine has woken up with another one."""
+
+    @abstractmethod
+    def get_handshake_metadata(self) -> HandshakeMetadata | None:
+        """Return what this rank publishes; None if that is nothing."""
+
+    @abstractmethod
+    def start_load_kv(self, metadata: object) -> None:
+        """Begin what the scheduler half asked for in this step."""
+
+    @abstractmethod
+    def get_finished(self) -> WorkerReport:
+        """Make progress, and report what has ended since the last call."""
+
+    def start_standby(self, load: object, *, timeout_s: float) -> None:
+        """Start a load that was standing by; :meth:`get_finished` reports how it ended."""
+
+    def drop_standby(self, load: object) -> None:
+        """Give up a load that was standing by, and tell the other engine."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Wait until a layer may be used; loads beside the steps need no waiting."""
+
+    def save_kv_layer(self, layer_name: str) -> None:
+        """Take note that a layer has been computed."""
+
+    def wait_for_save(self) -> None:
+        """Wait until what the step computed may be overwritten."""
+
+    # --- both ------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Give everything back. Idempotent."""
+
+
+Metadata = Mapping[Rank, HandshakeMetadata]

@@ -1,0 +1,105 @@
+"""How a connector is configured: the same keys everywhere, a list of them for several."""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta
+
+from kvbridge.config import Config, parse_config
+from kvbridge.errors import ConfigError
+from kvbridge.handshake import SecurityConfig
+
+Positive = Annotated[float, Meta(gt=0, le=86_400)]
+LOOPBACK = ("127.0.0.0/8", "::1/128")
+
+
+class HandshakeConfig(SecurityConfig, frozen=True):
+    """Where the control channel listens, whom it believes, and what it may dial.
+
+    Attributes:
+        host: Address that the engine listens on; others than loopback need a secret or keys.
+        port: Port; 0 takes a free one.
+        advertise_host: Host that requests carry, where peers reach the engine by another one.
+        allowed_networks: Networks that may be dialled.
+        registry: Where engines are found that requests name without an address, and where this one
+            announces itself: ``{"registry": "redis", "options": {...}}``; None for nowhere.
+        ttl_s: How long an entry there outlives the engine.
+        timeout_s: How long an engine may take to answer, and then each of its ranks.
+    """
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535)] = 0
+    advertise_host: str | None = None
+    allowed_networks: tuple[str, ...] = LOOPBACK
+    registry: dict[str, Any] | None = None
+    ttl_s: Positive = 15.0
+    timeout_s: Positive = 10.0
+
+
+class ConnectorConfig(Config, frozen=True):
+    """One connector over one transport.
+
+    Attributes:
+        transport: Name of the transport.
+        options: The transport's options.
+        name: Name of the connector, the same on both engines; the transport's if not given.
+        role: Whether its engine gives, takes or does both.
+        engine_id: Id of the engine, if another one than its own.
+        handshake: The control channel.
+        lease_s: How long blocks are kept for readers that do not report.
+        timeout_s: How long a load may take, meeting the other engine included.
+    """
+
+    transport: str = "local"
+    options: dict[str, Any] = {}
+    name: str | None = None
+    role: Literal["producer", "consumer", "both"] = "both"
+    engine_id: str | None = None
+    handshake: HandshakeConfig = HandshakeConfig()
+    lease_s: Positive = 30.0
+    timeout_s: Positive = 60.0
+
+
+def connector_configs(values: object) -> dict[str, ConnectorConfig]:
+    """Return the connectors that a configuration asks for, by name, in order of load priority.
+
+    Args:
+        values: One mapping, or a list of them, or a mapping whose ``connectors`` is such a list;
+            what stands beside that key is the children's default.
+
+    Raises:
+        ConfigError: An unknown key or a wrong value, no connector, or two of one name.
+    """
+    configs: dict[str, ConnectorConfig] = {}
+    for i, each in enumerate(_children(values)):
+        config = parse_config(ConnectorConfig, each, where=f"connectors[{i}]")
+        name = config.name or config.transport
+        if name in configs:
+            raise ConfigError(
+                f"two connectors are called {name!r}; give the second one a name of its own, "
+                "the same on both engines"
+            )
+        configs[name] = config
+    if not configs:
+        raise ConfigError(
+            "no connector is configured; give at least one, such as {transport: nixl}"
+        )
+    return configs
+
+
+def _children(values: object) -> list[Mapping[str, Any]]:
+    if isinstance(values, ConnectorConfig):
+        return [values]  # type: ignore[list-item]
+    if isinstance(values, Mapping) and "connectors" in values:
+        shared = {key: value for key, value in values.items() if key != "connectors"}
+        listed = values["connectors"]
+    else:
+        shared, listed = {}, [values] if isinstance(values, Mapping) else values
+    if not isinstance(listed, Sequence) or isinstance(listed, str | bytes):
+        raise ConfigError(
+            f"connectors must be a list of mappings, got {type(listed).__name__}: {listed!r:.80}"
+        )
+    wrong = [each for each in listed if not isinstance(each, Mapping)]
+    if wrong:
+        raise ConfigError(f"a connector is a mapping of names to values, got {wrong[0]!r:.80}")
+    return [{**shared, **each} for each in listed]

@@ -1,0 +1,155 @@
+"""What travels with a request through proxies: flat keys that they know, and ours beside them.
+
+The flat keys are those of vLLM's NixlConnector, so that its proxies work unchanged; they belong to
+the first connector. All connectors stand under ``kvbridge``, by their names.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from kvbridge.connector.values import BlockIds
+from kvbridge.errors import ConfigError
+from kvbridge.handshake import EngineAddress
+
+PARAMS_VERSION = 1
+KEY = "kvbridge"
+
+_Count = Annotated[int, Meta(ge=0)]
+
+
+class RemoteRequest(msgspec.Struct, frozen=True):
+    """Where the blocks of a request are.
+
+    Attributes:
+        engine_id: The engine that holds them.
+        request_id: Its name for the request.
+        address: Where its handshake server listens; None to look it up in a registry.
+        block_ids: The blocks, for each of its cache groups.
+        num_tokens: Tokens that they hold, from the first one on.
+        incarnation: Which start of the engine; None if that is unknown.
+        generation: Which registration of its memory; 0 if that is unknown.
+    """
+
+    engine_id: str
+    request_id: str
+    address: EngineAddress | None
+    block_ids: BlockIds
+    num_tokens: int
+    incarnation: str | None = None
+    generation: int = 0
+
+
+class _Entry(msgspec.Struct, frozen=True):
+    """One connector's part of the params."""
+
+    remote_engine_id: str
+    remote_request_id: str
+    remote_block_ids: tuple[tuple[_Count, ...], ...]
+    remote_num_tokens: _Count
+    remote_host: str | None = None
+    remote_port: Any = None
+    incarnation: str | None = None
+    generation: _Count = 0
+
+
+class _Ours(msgspec.Struct, frozen=True):
+    version: int
+    children: dict[str, _Entry]
+
+
+def wants_remote_prefill(params: Mapping[str, Any] | None) -> bool:
+    """Whether a request's cache is in another engine."""
+    return bool(params) and bool((params or {}).get("do_remote_prefill"))
+
+
+def wants_remote_decode(params: Mapping[str, Any] | None) -> bool:
+    """Whether another engine will want a request's cache."""
+    return bool(params) and bool((params or {}).get("do_remote_decode"))
+
+
+def offer(request: RemoteRequest, name: str, **sizes: int) -> dict[str, Any]:
+    """Return what a producer gives a request to take along.
+
+    Args:
+        request: Where its blocks are.
+        name: Name of the connector.
+        **sizes: Sizes of the engine, such as ``tp_size``, for proxies and other engines.
+    """
+    flat = {
+        "remote_engine_id": request.engine_id,
+        "remote_request_id": request.request_id,
+        "remote_host": request.address.host if request.address else None,
+        "remote_port": request.address.port if request.address else None,
+        "remote_block_ids": [list(ids) for ids in request.block_ids],
+        "remote_num_tokens": request.num_tokens,
+    }
+    entry = {**flat, "incarnation": request.incarnation, "generation": request.generation}
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        **flat,
+        **sizes,
+        KEY: {"version": PARAMS_VERSION, "children": {name: entry}},
+    }
+
+
+def merge_offers(offers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the params of several connectors as one; the flat keys are the first one's."""
+    first = next(iter(offers.values()))
+    children: dict[str, Any] = {}
+    for name, params in offers.items():
+        ours = params.get(KEY)
+        children[name] = next(iter(ours["children"].values())) if ours else dict(params)
+    return {**first, KEY: {"version": PARAMS_VERSION, "children": children}}
+
+
+def remote_request(params: Mapping[str, Any], name: str) -> RemoteRequest | None:
+    """Return where a request's blocks are, for a connector; None if it has no part in them.
+
+    Args:
+        params: What came with the request, from whoever sent it.
+        name: Name of the connector. Without our key, the flat keys are everybody's.
+
+    Raises:
+        ConfigError: A value is missing or of the wrong kind; its name is in the message.
+    """
+    where = "kv_transfer_params"
+    if KEY in params:
+        try:
+            ours = msgspec.convert(params[KEY], _Ours)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"{where}: {KEY}: {error}") from error
+        if ours.version != PARAMS_VERSION:
+            raise ConfigError(
+                f"{where}: {KEY}.version is {ours.version}, this side reads {PARAMS_VERSION}; "
+                "upgrade the older engine"
+            )
+        entry = ours.children.get(name)
+        if entry is None:
+            return None
+    else:
+        flat = dict(params)
+        ids = flat.get("remote_block_ids")
+        if isinstance(ids, list | tuple) and all(isinstance(each, int) for each in ids):
+            flat["remote_block_ids"] = [ids]  # of engines with one cache group
+        try:
+            entry = msgspec.convert(flat, _Entry)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"{where}: {error}") from error
+    address = None
+    if entry.remote_host is not None:
+        address = EngineAddress.of(
+            entry.remote_host, entry.remote_port, where=f"{where}: remote_host, remote_port"
+        )
+    return RemoteRequest(
+        entry.remote_engine_id,
+        entry.remote_request_id,
+        address,
+        entry.remote_block_ids,
+        entry.remote_num_tokens,
+        entry.incarnation,
+        entry.generation,
+    )

@@ -1,0 +1,222 @@
+"""The half of a connector where an engine decides: which requests load what, and who holds what."""
+
+import itertools
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvbridge.connector import params
+from kvbridge.connector.config import ConnectorConfig
+from kvbridge.connector.params import RemoteRequest
+from kvbridge.connector.values import BlockIds, Request
+from kvbridge.errors import ConfigError
+from kvbridge.handshake import (
+    EngineAddress,
+    EngineRecord,
+    HandshakeMetadata,
+    HandshakeServer,
+    load_keys,
+    open_registry,
+)
+from kvbridge.handshake.metadata import open_envelope
+from kvbridge.model import Rank
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Tokens to read from another engine.
+
+    Attributes:
+        request_id: Our engine's name for the request.
+        remote: Where the blocks are.
+        block_ids: Where they go: all blocks of the request.
+        start_token: First token to read.
+        end_token: One past the last one; where both are the same, the other engine is only told
+            that we need nothing.
+    """
+
+    request_id: str
+    remote: RemoteRequest
+    block_ids: BlockIds
+    start_token: int
+    end_token: int
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is to be read."""
+        return self.start_token == self.end_token
+
+    def emptied(self) -> "Load":
+        """Return what tells the other engine that nothing is needed."""
+        return Load(self.request_id, self.remote, self.block_ids, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Blocks to keep for readers.
+
+    Attributes:
+        request_id: Our engine's name for the request.
+        transfer_id: What readers call it; no two holds have the same.
+    """
+
+    request_id: str
+    transfer_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepMetadata:
+    """What the workers of an engine must know of one step.
+
+    Attributes:
+        loads: What to read.
+        holds: What to keep.
+        engine: What the ranks of this engine have published, once that is new.
+    """
+
+    loads: tuple[Load, ...] = ()
+    holds: tuple[Hold, ...] = ()
+    engine: Mapping[Rank, HandshakeMetadata] | None = None
+
+
+def entry_id(engine_id: str, name: str) -> str:
+    """Return under which id a registry has an engine's connector; each has a port of its own."""
+    return f"{engine_id}/{name}"
+
+
+class BridgeScheduler:
+    """Decides for one connector; see :class:`~kvbridge.connector.Connector` for the hooks.
+
+    Attributes:
+        server: Serves the engine's metadata.
+        refused: Requests whose params could not be read.
+    """
+
+    def __init__(self, config: ConnectorConfig, name: str, engine_id: str) -> None:
+        """Bind the handshake port.
+
+        Raises:
+            ConfigError: A key, secret or address is none.
+            HandshakeError: The address cannot be bound.
+        """
+        self._config, self._name = config, name
+        self._engine_id = config.engine_id or engine_id
+        handshake = config.handshake
+        self.server = HandshakeServer(handshake.host, handshake.port, keys=load_keys(handshake))
+        host = handshake.advertise_host or handshake.host
+        self._address = EngineAddress.of(host, self.server.port, where="advertise_host")
+        registry = handshake.registry
+        self._registry = None if registry is None else open_registry(registry)
+        self._numbers = itertools.count(1)
+        self._engine: dict[Rank, HandshakeMetadata] = {}
+        self._engine_is_new = False
+        self._settled: set[str] = set()  # requests whose blocks elsewhere have been dealt with
+        self._loads: list[Load] = []
+        self._holds: list[Hold] = []
+        self.refused = 0
+
+    def publish(self, metadata: Mapping[Rank, HandshakeMetadata]) -> None:
+        """Serve what the ranks have published, and announce the engine where it is looked up.
+
+        Raises:
+            HandshakeError: The metadata contradicts itself, or the registry does not answer.
+        """
+        self.server.set_xfer_handshake_metadata_pp_aware(metadata)
+        self._engine, self._engine_is_new = dict(metadata), True
+        if self._registry is not None:
+            record = EngineRecord(
+                engine_id=entry_id(self._engine_id, self._name),
+                incarnation=next(iter(metadata.values())).incarnation,
+                host=self._address.host,
+                port=self._address.port,
+                labels={"transport": self._config.transport, "role": self._config.role},
+            )
+            self._registry.announce(record, ttl_s=self._config.handshake.ttl_s)
+        if self._address.is_loopback:
+            _log.info(
+                "engine %s advertises %s: only engines on this machine can reach it",
+                self._engine_id,
+                self._address,
+            )
+
+    def matched_tokens(self, request: Request, computed: int) -> int:
+        """Return how many tokens beyond those computed another engine holds."""
+        remote = self._remote(request)
+        if remote is None or request.request_id in self._settled:
+            return 0
+        return max(min(remote.num_tokens, request.prompt_tokens) - computed, 0)
+
+    def load(self, request: Request, block_ids: BlockIds, tokens: int) -> Load | None:
+        """Return what reads the last ``tokens`` of those that another engine holds."""
+        remote = self._remote(request)
+        if remote is None:
+            return None
+        end = min(remote.num_tokens, request.prompt_tokens)
+        return Load(request.request_id, remote, block_ids, end - tokens if tokens else end, end)
+
+    def allocated(self, request: Request, block_ids: BlockIds, tokens: int) -> None:
+        """Load into a request's blocks; or tell the other engine that there is no need to."""
+        if request.request_id in self._settled:
+            return
+        load = self.load(request, block_ids, tokens)
+        if load is not None:
+            self.settle(request)
+            self._loads.append(load)
+
+    def settle(self, request: Request) -> None:
+        """Take note that what another engine holds for a request is being dealt with."""
+        self._settled.add(request.request_id)
+
+    def not_needed(self, request: Request) -> None:
+        """Tell the other engine that a request needs nothing from it."""
+        self.allocated(request, (), 0)
+
+    def finished(self, request: Request, block_ids: BlockIds) -> tuple[bool, dict[str, Any] | None]:
+        """Keep a request's blocks, if another engine will want them."""
+        self.not_needed(request)  # an abort before anything was allocated
+        self._settled.discard(request.request_id)
+        wanted = params.wants_remote_decode(request.params) and self._config.role != "consumer"
+        if not wanted or request.aborted or not request.computed_tokens or not self._engine:
+            return False, None
+        first = next(iter(self._engine.values()))
+        remote = RemoteRequest(
+            self._engine_id,
+            f"{request.request_id}#{next(self._numbers)}",
+            self._address,
+            block_ids,
+            request.computed_tokens,
+            first.incarnation,
+            max(open_envelope(data.payload).generation for data in self._engine.values()),
+        )
+        self._holds.append(Hold(request.request_id, remote.request_id))
+        pp, tp = (1 + max(rank[axis] for rank in self._engine) for axis in (0, 1))
+        return True, params.offer(remote, self._name, tp_size=tp, pp_size=pp)
+
+    def take_step(self) -> StepMetadata:
+        """Return what is new since the last step."""
+        engine = self._engine if self._engine_is_new else None
+        step = StepMetadata(tuple(self._loads), tuple(self._holds), engine)
+        self._loads, self._holds, self._engine_is_new = [], [], False
+        return step
+
+    def close(self) -> None:
+        """Free the port, and take leave of the registry."""
+        if self._registry is not None:
+            self._registry.close()
+        self.server.close()
+
+    def _remote(self, request: Request) -> RemoteRequest | None:
+        """Return where a request's blocks are, if they are anywhere, and we take blocks."""
+        wanted = params.wants_remote_prefill(request.params) and self._config.role != "producer"
+        if not wanted or request.params is None:
+            return None
+        try:
+            return params.remote_request(request.params, self._name)
+        except ConfigError as error:
+            # The engine can compute what it cannot load: a stranger's mistake is not its end.
+            self.refused += 1
+            _log.warning("request %s cannot be loaded: %s", request.request_id, error)
+            return None

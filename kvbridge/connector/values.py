@@ -1,0 +1,66 @@
+"""What engines and connectors hand each other: plain values, the same for every engine."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvbridge.session import SourceStats
+
+BlockIds = tuple[tuple[int, ...], ...]
+"""For each cache group the blocks of a request, in the order of their tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A request as a connector sees it.
+
+    Attributes:
+        request_id: The engine's name for it.
+        prompt_tokens: Tokens of the prompt.
+        computed_tokens: Tokens whose cache is there, once the request has finished.
+        params: What travels with the request from engine to engine, as plain data.
+        aborted: Whether it finished because nobody wants it any more.
+    """
+
+    request_id: str
+    prompt_tokens: int
+    computed_tokens: int = 0
+    params: Mapping[str, Any] | None = None
+    aborted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """How the load of a request ended on one rank.
+
+    Attributes:
+        error: Why it failed; empty if it did not.
+        via: Name of the connector that moved the bytes.
+        sources: What each remote rank contributed.
+        seconds: From the first read to the last.
+    """
+
+    error: str = ""
+    via: str = ""
+    sources: tuple[SourceStats, ...] = ()
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        """Whether the blocks hold what was asked for."""
+        return not self.error
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReport:
+    """What ended on one rank since its last report; each entry is reported once.
+
+    Attributes:
+        loaded: Requests whose load has ended, well or not; nothing touches their blocks any more.
+        sent: Requests whose blocks no reader needs any more.
+        expired: Those of them whose readers did not all report in time.
+    """
+
+    loaded: Mapping[str, Loaded] = field(default_factory=dict)
+    sent: frozenset[str] = frozenset()
+    expired: frozenset[str] = frozenset()

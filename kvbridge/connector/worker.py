@@ -1,0 +1,273 @@
+"""The half of a connector that a rank has: meets engines, reads, and keeps blocks for readers."""
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from kvbridge.connector.config import ConnectorConfig
+from kvbridge.connector.scheduler import Load, StepMetadata, entry_id
+from kvbridge.connector.values import Loaded, WorkerReport
+from kvbridge.errors import ConfigError, KVBridgeError
+from kvbridge.handshake import (
+    Dialer,
+    EngineRecord,
+    HandshakeMetadata,
+    Networks,
+    Registry,
+    load_keys,
+    open_registry,
+)
+from kvbridge.model import RankCache, TransferTopology
+from kvbridge.plan import BlockTable
+from kvbridge.session import Introduction, Introductions, RankAgent, Transfer
+from kvbridge.transport import State, open_transport
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A load whose engine has not been met yet."""
+
+    load: Load
+    introduction: Introduction
+    deadline_s: float
+
+
+@dataclass(slots=True)
+class _Reading:
+    """A load that has begun."""
+
+    request_id: str
+    transfer: Transfer
+
+
+class BridgeWorker:
+    """Works for one rank; see :class:`~kvbridge.connector.Connector` for the hooks.
+
+    Attributes:
+        untold: Engines that could not be told that nothing is needed of them.
+    """
+
+    def __init__(
+        self,
+        config: ConnectorConfig,
+        name: str,
+        topology: TransferTopology,
+        *,
+        model: str,
+        revision: str | None = None,
+        draft_layers: tuple[int, ...] = (),
+        incarnation: str | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Open the transport.
+
+        Raises:
+            ConfigError: Something in the configuration cannot be.
+            TransportError: The transport is unknown or cannot run here.
+        """
+        self._config, self._name, self._topology = config, name, topology
+        self._named = {"model": model, "revision": revision, "draft_layers": draft_layers}
+        self._incarnation, self._clock = incarnation, clock
+        keys, networks = load_keys(config.handshake), Networks(config.handshake.allowed_networks)
+        registry = config.handshake.registry
+        self._registry = None if registry is None else open_registry(registry)
+        self._transport = open_transport({"transport": config.transport, "options": config.options})
+        find = None if self._registry is None else partial(_find, self._registry, name)
+        self._dialer = Dialer(keys=keys, networks=networks, find=find)
+        self._agent: RankAgent | None = None
+        self._introductions: Introductions | None = None
+        self._waiting: list[_Waiting] = []
+        self._reading: list[_Reading] = []
+        self._held: dict[str, tuple[str, float]] = {}  # transfer: its request, and its deadline
+        self._loaded: dict[str, Loaded] = {}
+        self._sent: set[str] = set()
+        self._expired: set[str] = set()
+        self.untold = 0
+
+    @property
+    def timeout_s(self) -> float:
+        """How long a load may take."""
+        return self._config.timeout_s
+
+    @property
+    def agent(self) -> RankAgent:
+        """The rank among others.
+
+        Raises:
+            ConfigError: No cache has been registered yet.
+        """
+        if self._agent is None:
+            raise ConfigError("no cache is registered yet; call register_kv_caches first")
+        return self._agent
+
+    def register(self, cache: RankCache) -> None:
+        """Take the rank's cache, or another one in its place."""
+        if self._agent is not None:
+            self._agent.renew(cache)
+            return
+        self._agent = RankAgent(
+            self._topology,
+            cache,
+            self._transport,
+            incarnation=self._incarnation,
+            clock=self._clock,
+            **self._named,  # type: ignore[arg-type]
+        )
+        self._introductions = Introductions(
+            self._agent, self._dialer, timeout_s=self._config.handshake.timeout_s, clock=self._clock
+        )
+
+    def metadata(self) -> HandshakeMetadata:
+        """Return what the rank publishes."""
+        return self.agent.metadata()
+
+    def begin(self, step: StepMetadata) -> None:
+        """Begin what the scheduler half asked for."""
+        if step.engine is not None:
+            self.agent.share_engine(step.engine)
+        for hold in step.holds:
+            if self.agent.releases.hold(hold.transfer_id):
+                self._sent.add(hold.request_id)
+            else:
+                deadline_s = self._clock() + self._config.lease_s
+                self._held[hold.transfer_id] = (hold.request_id, deadline_s)
+        for load in step.loads:
+            self.load(load, timeout_s=self._config.timeout_s)
+
+    def load(self, load: Load, *, timeout_s: float) -> None:
+        """Begin a load."""
+        remote = load.remote
+        known = self._meetings.meet(
+            remote.engine_id,
+            remote.address,
+            incarnation=remote.incarnation,
+            generation=remote.generation,
+        )
+        self._waiting.append(_Waiting(load, known, self._clock() + timeout_s))
+
+    def report(self) -> WorkerReport:
+        """Make progress, and return what has ended."""
+        if self._agent is None:
+            return WorkerReport()
+        self._meetings.poll()
+        self._waiting = list(self._still_waiting())
+        for transfer_id in self._agent.poll().released:
+            request_id, _ = self._held.pop(transfer_id, (None, 0.0))
+            if request_id is not None:
+                self._sent.add(request_id)
+        self._end_readings()
+        self._expire(self._agent)
+        report = WorkerReport(self._loaded, frozenset(self._sent), frozenset(self._expired))
+        self._loaded, self._sent, self._expired = {}, set(), set()
+        return report
+
+    def close(self) -> None:
+        """Give everything back."""
+        self._dialer.close()
+        if self._introductions is not None:
+            self._introductions.close()
+        if self._agent is not None:
+            self._agent.close()
+        else:
+            self._transport.close()
+        if self._registry is not None:
+            self._registry.close()
+
+    @property
+    def _meetings(self) -> Introductions:
+        if self._introductions is None:
+            raise ConfigError("no cache is registered yet; call register_kv_caches first")
+        return self._introductions
+
+    def _still_waiting(self) -> Iterator[_Waiting]:
+        """Start the loads whose engines have been met, and yield the others."""
+        now_s = self._clock()
+        for each in self._waiting:
+            load, state = each.load, each.introduction.state
+            if state == "live":
+                self._start(load, each.deadline_s - now_s)
+            elif state == "failed":
+                self._fail(load, str(each.introduction.error))
+            elif now_s >= each.deadline_s:
+                self._fail(
+                    load,
+                    f"engine {load.remote.engine_id!r} at {load.remote.address} was not met within "
+                    f"the {self._config.timeout_s:g} s that a load may take",
+                )
+            else:
+                yield each
+
+    def _start(self, load: Load, timeout_s: float) -> None:
+        remote = load.remote
+        session = self.agent.sessions.get(remote.engine_id)
+        if session is None:
+            self._fail(load, f"engine {remote.engine_id!r} has gone again before the load began")
+            return
+        if remote.incarnation not in {None, session.incarnation}:
+            self._fail(
+                load,
+                f"engine {remote.engine_id!r} has restarted: its incarnation is "
+                f"{session.incarnation!r}, the request's blocks are of {remote.incarnation!r}",
+            )
+            return
+        if load.is_empty:
+            self.agent.decline(remote.engine_id, remote.request_id)
+            return
+        try:
+            transfer = self.agent.pull(
+                remote.engine_id,
+                remote.request_id,
+                [BlockTable(ids) for ids in load.block_ids],
+                [BlockTable(ids) for ids in remote.block_ids],
+                start_token=load.start_token,
+                end_token=load.end_token,
+                timeout_s=max(timeout_s, 1e-3),
+            )
+        except KVBridgeError as error:
+            self._fail(load, str(error))
+            return
+        self._reading.append(_Reading(load.request_id, transfer))
+
+    def _fail(self, load: Load, error: str) -> None:
+        if load.is_empty:
+            self.untold += 1
+            _log.info("engine %s was not told: %s", load.remote.engine_id, error)
+        else:
+            self._loaded[load.request_id] = Loaded(error, self._name)
+
+    def _end_readings(self) -> None:
+        """Report what has ended and is quiet: until then, nobody may have the blocks."""
+        running = []
+        for each in self._reading:
+            transfer = each.transfer
+            if transfer.state is State.PENDING or not transfer.quiet:
+                running.append(each)
+                continue
+            if transfer.state is not State.DONE:
+                self._meetings.doubt(transfer.session.engine_id)
+            sources, seconds = tuple(transfer.sources), transfer.seconds
+            loaded = Loaded(transfer.reason, self._name, sources, seconds)
+            self._loaded[each.request_id] = loaded
+        self._reading = running
+
+    def _expire(self, agent: RankAgent) -> None:
+        now_s = self._clock()
+        late = [transfer for transfer, (_, end_s) in self._held.items() if now_s >= end_s]
+        for transfer_id in late:
+            request_id, _ = self._held.pop(transfer_id)
+            agent.releases.expire(transfer_id)
+            self._sent.add(request_id)
+            self._expired.add(request_id)
+            _log.warning(
+                "request %s: not every reader reported within %g s; its blocks are free",
+                request_id,
+                self._config.lease_s,
+            )
+
+
+def _find(registry: Registry, name: str, engine_id: str) -> EngineRecord | None:
+    return registry.find(entry_id(engine_id, name))

@@ -1,0 +1,347 @@
+"""Requests from engine to engine through connectors: one transport, or several as one."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvbridge.connector import Request, remote_request, worker_connector
+from kvbridge.errors import ConfigError
+from tests.integration.tiny_engine import TinyEngine, run
+
+Make = Callable[..., TinyEngine]
+LOCAL = {"transport": "local"}
+BROKEN = {
+    "transport": "faulty",
+    "options": {"inner": {"transport": "local"}, "operations": [{"what": "fail", "share": 1.0}]},
+}
+
+
+@pytest.fixture
+def engine() -> Iterator[Make]:
+    made: list[TinyEngine] = []
+
+    def make(*arguments: Any, **options: Any) -> TinyEngine:
+        made.append(TinyEngine(*arguments, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def assert_moved(p: TinyEngine, d: TinyEngine, there: list[int], here: list[int], n: int) -> None:
+    assert np.array_equal(p.tokens(there, n), d.tokens(here, n))
+
+
+# --- one connector -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [
+        ({"tp": 2}, {"tp": 1}),
+        ({"tp": 1}, {"tp": 4}),
+        ({"tp": 2, "pp": 2}, {"tp": 1}),
+        ({"tp": 1}, {"tp": 2, "pp": 2}),
+    ],
+    ids=str,
+)
+def test_a_request_goes_from_engine_to_engine(
+    engine: Make, prefill: dict[str, int], decode: dict[str, int]
+) -> None:
+    p, d = engine("p", LOCAL, **prefill), engine("d", LOCAL, **decode)
+    params = p.prefill("r", [3, 1, 5], 11)
+    assert params["remote_num_tokens"] == 11
+    assert d.load("r", [2, 7, 4], 11, params) == 11
+    run([p, d], lambda: "r" in d.loaded and "r" in p.sent)
+    assert d.loaded["r"].error == ""
+    assert d.loaded["r"].via == "local"
+    assert_moved(p, d, [3, 1, 5], [2, 7, 4], 11)
+    assert p.expired == set()
+
+
+def test_a_prefix_that_is_here_already_is_not_moved(engine: Make) -> None:
+    p, d = engine("p", LOCAL), engine("d", LOCAL)
+    params = p.prefill("r", [3, 1, 5], 11)
+    d.fill([2], value=7)
+    before = d.tokens([2], 4).copy()
+    assert d.load("r", [2, 7, 4], 11, params, here=4) == 7
+    run([p, d], lambda: "r" in d.loaded and "r" in p.sent)
+    assert np.array_equal(d.tokens([2], 4), before)
+    assert np.array_equal(d.tokens([7, 4], 7), p.tokens([1, 5], 7))
+
+
+def test_a_full_local_hit_moves_nothing_and_frees_the_producer_at_once(engine: Make) -> None:
+    p, d = engine("p", LOCAL, tp=2), engine("d", LOCAL)
+    params = p.prefill("r", [3, 1], 8)
+    assert d.load("r", [2, 7], 8, params, here=8) == 0
+    run([p, d], lambda: "r" in p.sent)
+    assert d.loaded == {}
+    assert p.expired == set()
+    assert (d.memory[0, 0] == -1).all()
+
+
+def test_a_request_that_is_aborted_before_it_has_blocks_frees_the_producer(engine: Make) -> None:
+    p, d = engine("p", LOCAL), engine("d", LOCAL)
+    request = Request("r", 8, params=p.prefill("r", [3, 1], 8), aborted=True)
+    assert d.scheduler.get_num_new_matched_tokens(request, 0) == (8, True)
+    assert d.scheduler.request_finished(request, ()) == (False, None)
+    run([p, d], lambda: "r" in p.sent)
+    assert d.loaded == {}
+
+
+def test_blocks_that_nobody_asks_for_are_free_when_the_lease_is_over(engine: Make) -> None:
+    p = engine("p", {**LOCAL, "lease_s": 0.3})
+    p.prefill("r", [3, 1], 8)
+    run([p], lambda: "r" in p.sent)
+    assert p.expired == {"r"}
+
+
+def test_requests_that_want_nothing_from_others_hold_nothing(engine: Make) -> None:
+    p = engine("p", LOCAL)
+    for request in (
+        Request("plain", 8, 8),
+        Request("aborted", 8, 8, {"do_remote_decode": True}, aborted=True),
+        Request("nothing", 8, 0, {"do_remote_decode": True}),
+    ):
+        assert p.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+        assert p.scheduler.request_finished(request, ((1, 2),)) == (False, None)
+
+
+def test_b47_a_request_for_another_engine_fails_with_both_ids(engine: Make) -> None:
+    p, d = engine("p", LOCAL), engine("d", LOCAL)
+    params = p.prefill("r", [3], 4)
+    params["kvbridge"]["children"]["local"]["remote_engine_id"] = "q"
+    d.load("r", [2], 4, params)
+    run([p, d], lambda: "r" in d.loaded)
+    assert "'q' was expected here, this is 'p'" in d.loaded["r"].error
+
+
+def test_b48_a_request_of_an_earlier_start_is_refused_and_the_next_one_moves(engine: Make) -> None:
+    p, d = engine("p", LOCAL), engine("d", LOCAL)
+    old = p.prefill("r1", [3], 4)
+    port = old["remote_port"]
+    p.close()
+    again = engine("p", {**LOCAL, "handshake": {"port": port}})
+    again.fill([3], value=9)
+    d.load("r1", [2], 4, old)
+    run([again, d], lambda: "r1" in d.loaded)
+    assert "has restarted" in d.loaded["r1"].error
+    assert (d.memory[0, 0] == -1).all()
+    d.load("r2", [2], 4, again.prefill("r2", [5], 4))
+    run([again, d], lambda: "r2" in d.loaded)
+    assert d.loaded["r2"].ok
+    assert_moved(again, d, [5], [2], 4)
+
+
+def test_params_of_a_plain_proxy_are_enough(engine: Make) -> None:
+    """The flat keys alone, as proxies know them, with a port that became a float (B64)."""
+    p, d = engine("p", LOCAL), engine("d", LOCAL)
+    params = p.prefill("r", [3, 1], 8)
+    del params["kvbridge"]
+    params["remote_port"] = float(params["remote_port"])
+    d.load("r", [2, 7], 8, params)
+    run([p, d], lambda: "r" in d.loaded)
+    assert_moved(p, d, [3, 1], [2, 7], 8)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"remote_port": "5600.5"}, "remote_port.*'5600.5'"),
+        ({"remote_port": 70000}, "remote_port.*70000"),
+        ({"remote_port": None}, "remote_port.*None"),
+        ({"remote_host": "tcp://evil;"}, "host 'tcp://evil;'"),
+        ({"remote_block_ids": [[-1]]}, "remote_block_ids"),
+        ({"remote_block_ids": "x"}, "remote_block_ids"),
+        ({"remote_num_tokens": -1}, "remote_num_tokens"),
+        ({"remote_engine_id": None}, "remote_engine_id"),
+    ],
+    ids=str,
+)
+def test_b64_params_that_make_no_sense_are_refused_by_name_before_any_connection(
+    engine: Make, change: dict[str, Any], message: str
+) -> None:
+    good = {
+        "do_remote_prefill": True,
+        "remote_engine_id": "p",
+        "remote_request_id": "r",
+        "remote_host": "h",
+        "remote_port": 5600,
+        "remote_block_ids": [[1]],
+        "remote_num_tokens": 4,
+    }
+    assert remote_request(good, "local") is not None
+    with pytest.raises(ConfigError, match=message):
+        remote_request({**good, **change}, "local")
+    d = engine("d", LOCAL)
+    assert d.load("r", [2], 4, {**good, **change}) == 0  # and the engine computes it itself
+    assert d.scheduler.scheduler_half.refused > 0  # type: ignore[attr-defined]
+
+
+def test_params_of_another_version_are_refused_with_both(engine: Make) -> None:
+    p = engine("p", LOCAL)
+    params = p.prefill("r", [3], 4)
+    params["kvbridge"]["version"] = 2
+    with pytest.raises(ConfigError, match="version is 2, this side reads 1"):
+        remote_request(params, "local")
+
+
+def test_engines_with_one_secret_move_requests(engine: Make, tmp_path: Any) -> None:
+    (tmp_path / "secret").write_text("a secret of more than sixteen bytes")
+    config = {**LOCAL, "handshake": {"secret_file": str(tmp_path / "secret")}}
+    p, d, stranger = engine("p", config), engine("d", config), engine("s", LOCAL)
+    params = p.prefill("r", [3], 4)
+    d.load("r", [2], 4, params)
+    stranger.load("r", [2], 4, params)
+    run([p, d, stranger], lambda: "r" in d.loaded and "r" in stranger.loaded)
+    assert d.loaded["r"].ok
+    assert "neither secret nor keys" in stranger.loaded["r"].error
+
+
+def test_a_request_cannot_have_an_engine_dial_just_anywhere(engine: Make) -> None:
+    p, d = engine("p", LOCAL), engine("d", LOCAL)
+    params = p.prefill("r", [3], 4)
+    params["kvbridge"]["children"]["local"]["remote_host"] = "169.254.169.254"
+    d.load("r", [2], 4, params)
+    run([p, d], lambda: "r" in d.loaded)
+    assert "outside of the networks that may be dialled" in d.loaded["r"].error
+
+
+# --- several as one ------------------------------------------------------------------------------
+
+
+def two(first: dict[str, Any], second: dict[str, Any], **shared: Any) -> dict[str, Any]:
+    return {"connectors": [{"name": "a", **first}, {"name": "b", **second}], **shared}
+
+
+def test_the_first_child_loads_and_the_other_is_told(engine: Make) -> None:
+    p = engine("p", two(LOCAL, LOCAL), tp=2)
+    d = engine("d", two(LOCAL, LOCAL))
+    params = p.prefill("r", [3, 1], 8)
+    assert sorted(params["kvbridge"]["children"]) == ["a", "b"]
+    assert params["remote_port"] == params["kvbridge"]["children"]["a"]["remote_port"]
+    assert d.load("r", [2, 7], 8, params) == 8
+    run([p, d], lambda: "r" in d.loaded and "r" in p.sent)
+    assert d.loaded["r"].via == "a"
+    assert_moved(p, d, [3, 1], [2, 7], 8)
+    assert p.expired == set()  # the second child was told, and did not wait for its lease
+
+
+def test_every_child_gets_its_own_metadata_back_for_every_rank(engine: Make) -> None:
+    p = engine("p", two(LOCAL, LOCAL), tp=2, pp=2)
+    a, b = (child.scheduler_half._engine for child in p.scheduler.children.values())  # type: ignore[attr-defined]
+    assert sorted(a) == sorted(b) == p.ranks
+    for rank, worker in p.workers.items():
+        for engine_metadata, child in zip((a, b), worker.children.values(), strict=True):  # type: ignore[attr-defined]
+            assert engine_metadata[rank] == child.get_handshake_metadata()
+        assert a[rank] != b[rank]
+
+
+@pytest.mark.parametrize("decode", [{"tp": 1}, {"tp": 2, "pp": 2}], ids=str)
+def test_what_the_first_child_cannot_load_the_second_one_does(
+    engine: Make, decode: dict[str, int]
+) -> None:
+    p = engine("p", two(LOCAL, LOCAL), tp=2)
+    d = engine("d", two(BROKEN, LOCAL), **decode)
+    params = p.prefill("r", [3, 1], 8)
+    d.load("r", [2, 7], 8, params)
+    run([p, d], lambda: "r" in d.loaded and "r" in p.sent)
+    assert (d.loaded["r"].error, d.loaded["r"].via) == ("", "b")
+    assert_moved(p, d, [3, 1], [2, 7], 8)
+    for worker in d.workers.values():
+        assert dict(worker.worker_half.failovers) == {("a", "b"): 1}  # type: ignore[attr-defined]
+    assert p.expired == set()
+
+
+def test_only_the_rank_that_failed_goes_on_with_the_next_child(engine: Make) -> None:
+    p = engine("p", two(LOCAL, LOCAL))
+    broken, whole = two(BROKEN, LOCAL), two(LOCAL, LOCAL)
+    d = engine(
+        "d",
+        whole,
+        tp=2,
+        workers=lambda rank, topology: worker_connector(
+            broken if rank == (0, 1) else whole, topology, model="m", incarnation="1"
+        ),
+    )
+    d.load("r", [2, 7], 8, p.prefill("r", [3, 1], 8))
+    run([p, d], lambda: "r" in d.loaded and "r" in p.sent)
+    assert (d.loaded["r"].error, d.loaded["r"].via) == ("", "a, b")
+    assert_moved(p, d, [3, 1], [2, 7], 8)
+    assert p.expired == set()
+
+
+def test_a_request_that_no_child_can_load_fails_once_with_every_reason(engine: Make) -> None:
+    p = engine("p", two(LOCAL, LOCAL, lease_s=1))
+    d = engine("d", two(BROKEN, BROKEN))
+    d.load("r", [2, 7], 8, p.prefill("r", [3, 1], 8))
+    run([p, d], lambda: "r" in d.loaded and "r" in p.sent)
+    error = d.loaded["r"].error
+    assert error.count("a fault that was asked for") == 2
+    assert "a: " in error
+    assert "b: " in error
+    d.load("r2", [2, 7], 8, p.prefill("r2", [3, 1], 8))
+    run([p, d], lambda: "r2" in d.loaded)
+
+
+def test_a_child_whose_engine_cannot_be_met_is_passed_over(engine: Make) -> None:
+    p = engine("p", two(LOCAL, LOCAL, lease_s=2))
+    d = engine("d", two(LOCAL, LOCAL, handshake={"timeout_s": 0.5}))
+    p.scheduler.children["a"].scheduler_half.server.close()  # type: ignore[attr-defined]
+    d.load("r", [2, 7], 8, p.prefill("r", [3, 1], 8))
+    run([p, d], lambda: "r" in d.loaded and "r" in p.sent)
+    assert (d.loaded["r"].error, d.loaded["r"].via) == ("", "b")
+    assert_moved(p, d, [3, 1], [2, 7], 8)
+    assert p.expired == {"r"}  # nobody could tell child "a"
+
+
+def test_a_full_local_hit_frees_every_child_at_once(engine: Make) -> None:
+    p, d = engine("p", two(LOCAL, LOCAL)), engine("d", two(LOCAL, LOCAL))
+    assert d.load("r", [2, 7], 8, p.prefill("r", [3, 1], 8), here=8) == 0
+    run([p, d], lambda: "r" in p.sent)
+    assert p.expired == set()
+
+
+def test_b66_a_request_moves_alike_alone_and_as_one_of_two(engine: Make) -> None:
+    p, d = engine("p", {"connectors": [LOCAL]}), engine("d", LOCAL)
+    assert d.load("r", [2, 7], 8, p.prefill("r", [3, 1], 8)) == 8
+    run([p, d], lambda: "r" in d.loaded and "r" in p.sent)
+    assert_moved(p, d, [3, 1], [2, 7], 8)
+    p2, d2 = engine("p2", two(LOCAL, LOCAL)), engine("d2", {"connectors": [{"name": "b", **LOCAL}]})
+    assert d2.load("r", [2, 7], 8, p2.prefill("r", [3, 1], 8)) == 8
+    run([p2, d2], lambda: "r" in d2.loaded)
+    assert d2.loaded["r"].via == "b"
+    assert_moved(p2, d2, [3, 1], [2, 7], 8)
+
+
+def test_two_transports_side_by_side(engine: Make) -> None:
+    config = {"connectors": [{"transport": "nixl"}, LOCAL]}
+    p, d = engine("p", config), engine("d", config)
+    d.load("r", [2, 7], 8, p.prefill("r", [3, 1], 8))
+    run([p, d], lambda: "r" in d.loaded and "r" in p.sent)
+    assert (d.loaded["r"].error, d.loaded["r"].via) == ("", "nixl")
+    assert_moved(p, d, [3, 1], [2, 7], 8)
+    assert p.expired == set()
+
+
+# --- found by a registry -------------------------------------------------------------------------
+
+
+def test_an_engine_is_found_by_its_id_alone(engine: Make) -> None:
+    """Requests need not carry an address where a registry knows it."""
+    p = engine("p", LOCAL)
+    params = p.prefill("r", [3, 1], 8)
+    entry = params["kvbridge"]["children"]["local"]
+    port, entry["remote_host"], entry["remote_port"] = entry["remote_port"], None, None
+    registry = {"registry": "static", "options": {"engines": {"p/local": f"127.0.0.1:{port}"}}}
+    d = engine("d", {**LOCAL, "handshake": {"registry": registry}})
+    lost = engine("l", LOCAL)
+    d.load("r", [2, 7], 8, params)
+    lost.load("r", [2, 7], 8, params)
+    run([p, d, lost], lambda: "r" in d.loaded and "r" in lost.loaded)
+    assert d.loaded["r"].error == ""
+    assert_moved(p, d, [3, 1], [2, 7], 8)
+    assert "no registry is configured" in lost.loaded["r"].error

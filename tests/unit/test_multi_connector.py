@@ -1,0 +1,432 @@
+"""A MultiConnector and its children: what is refused when it is built, and what stays apart."""
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from kvbridge.connector import (
+    BlockIds,
+    Connector,
+    Loaded,
+    MultiConnector,
+    ReportGatherer,
+    Request,
+    WorkerReport,
+    connector_configs,
+)
+from kvbridge.errors import ConfigError, HandshakeError
+from kvbridge.handshake import HandshakeMetadata
+from kvbridge.handshake.wire import encode
+from kvbridge.model import Rank, RankCache
+
+BLOCKS: BlockIds = ((1, 2),)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Child(Connector):
+    """A child that does what the test says, and keeps what it was told."""
+
+    def __init__(self, tokens: int | None = 0, *, layout: str | None = None) -> None:
+        self.required_layout = layout
+        self.tokens = tokens
+        self.saves = True
+        self.stands_by = True
+        self.reports: list[WorkerReport] = []
+        self.raising: set[str] = set()
+        self.told: list[tuple[Any, ...]] = []
+        self.taken: dict[int, HandshakeMetadata] = {}
+
+    def _say(self, hook: str, *what: Any) -> None:
+        if hook in self.raising:
+            raise RuntimeError(f"{hook} is broken")
+        self.told.append((hook, *what))
+
+    def hooks(self) -> list[str]:
+        return [hook for hook, *_ in self.told]
+
+    def set_xfer_handshake_metadata(self, metadata: Mapping[int, HandshakeMetadata]) -> None:
+        self.taken = dict(metadata)
+
+    def get_num_new_matched_tokens(
+        self, request: Request, computed: int
+    ) -> tuple[int | None, bool]:
+        self._say("match")
+        return self.tokens, True
+
+    def update_state_after_alloc(self, request: Request, block_ids: BlockIds, tokens: int) -> None:
+        self._say("alloc", tokens)
+
+    def build_connector_meta(self) -> object:
+        self._say("meta")
+        return "metadata"
+
+    def request_finished(self, request: Request, blocks: BlockIds) -> tuple[bool, Any]:
+        self._say("finished")
+        return self.saves, {"remote_port": id(self)} if self.saves else None
+
+    def not_needed(self, request: Request) -> None:
+        self._say("not_needed")
+
+    def standby_load(self, request: Request, block_ids: BlockIds, tokens: int) -> object | None:
+        self._say("standby")
+        return f"load of {request.request_id}" if self.stands_by else None
+
+    def register_kv_caches(self, cache: RankCache) -> None:
+        self._say("register")
+
+    def get_handshake_metadata(self) -> HandshakeMetadata | None:
+        return None
+
+    def start_load_kv(self, metadata: object) -> None:
+        self._say("start", metadata)
+
+    def get_finished(self) -> WorkerReport:
+        self._say("report")
+        return self.reports.pop(0) if self.reports else WorkerReport()
+
+    def start_standby(self, load: object, *, timeout_s: float) -> None:
+        self._say("start_standby", load, timeout_s)
+
+    def drop_standby(self, load: object) -> None:
+        self._say("drop_standby", load)
+
+    def shutdown(self) -> None:
+        self._say("shutdown")
+
+
+class StageAware(Child):
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[Rank, Any]) -> None:
+        self.stages = dict(metadata)
+
+
+def loaded(request_id: str, error: str = "") -> WorkerReport:
+    return WorkerReport({request_id: Loaded(error)})
+
+
+# --- what is refused when it is built ------------------------------------------------------------
+
+
+def test_a_child_of_one_stage_is_refused_in_an_engine_of_two_by_its_name() -> None:
+    with pytest.raises(ConfigError, match=r"child 'b' \(Child\) serves one pipeline stage.*has 2"):
+        MultiConnector({"a": StageAware(), "b": Child()}, pp_size=2)
+    MultiConnector({"a": StageAware(), "b": Child()}, pp_size=1)
+
+
+def test_layouts_that_clash_are_refused_with_both_names() -> None:
+    children = {"a": Child(layout="BHNC"), "b": Child(), "c": Child(layout="BNHC")}
+    with pytest.raises(ConfigError, match="'a' needs BHNC, 'c' needs BNHC"):
+        MultiConnector(children)
+    del children["c"]
+    assert MultiConnector(children).required_layout == "BHNC"
+
+
+def test_b66_a_child_that_lacks_a_hook_is_refused_with_the_hooks_name() -> None:
+    class Almost:
+        def get_finished(self) -> None: ...
+
+    with pytest.raises(
+        ConfigError, match=r"child 'b' is a Almost, no Connector \(it lacks.*start_load"
+    ):
+        MultiConnector({"a": Child(), "b": Almost()})  # type: ignore[dict-item]
+    with pytest.raises(ConfigError, match="at least one child"):
+        MultiConnector({})
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ([], "no connector"),
+        ({"connectors": []}, "no connector"),
+        ({"connectors": 5}, "must be a list of mappings, got int"),
+        (["nixl"], "a mapping of names to values, got 'nixl'"),
+        ([{}, {}], "two connectors are called 'local'"),
+        ([{"transprot": "nixl"}], "did you mean 'transport'"),
+        ([{"lease_s": 0}], "lease_s"),
+        ({"connectors": [{"name": "a"}], "timeuot_s": 1}, "did you mean 'timeout_s'"),
+    ],
+    ids=str,
+)
+def test_configurations_that_make_no_sense_are_refused(values: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        connector_configs(values)
+
+
+def test_what_stands_beside_the_children_is_their_default() -> None:
+    configs = connector_configs(
+        {"connectors": [{"transport": "nixl"}, {"name": "b", "lease_s": 7}], "lease_s": 5}
+    )
+    assert {name: config.lease_s for name, config in configs.items()} == {"nixl": 5, "b": 7}
+    assert list(connector_configs({"transport": "nixl"})) == ["nixl"]
+
+
+# --- handshake -----------------------------------------------------------------------------------
+
+
+def metadata(*payloads: bytes | None) -> HandshakeMetadata:
+    return HandshakeMetadata("e", "i", 0, 0, payloads)
+
+
+def test_metadata_of_other_children_is_refused_with_both_numbers() -> None:
+    multi = MultiConnector({"a": Child(), "b": Child()})
+    for wrong in (metadata(b"x"), HandshakeMetadata("e", "i", 0, 0, b"x")):
+        with pytest.raises(HandshakeError, match=r"has 1 payloads.*2 children \['a', 'b'\]"):
+            multi.set_xfer_handshake_metadata({0: wrong})
+    with pytest.raises(HandshakeError, match="metadata of a child"):
+        multi.set_xfer_handshake_metadata({0: metadata(b"\xff", None)})
+
+
+def test_a_child_without_metadata_is_not_called() -> None:
+    own = HandshakeMetadata("e", "i", 0, 0, b"mine")
+    a, b = Child(), Child()
+    MultiConnector({"a": a, "b": b}).set_xfer_handshake_metadata({0: metadata(encode(own), None)})
+    assert (a.taken, b.taken) == ({0: own}, {})
+
+
+# --- who loads -----------------------------------------------------------------------------------
+
+
+def test_the_first_child_that_has_tokens_loads_and_the_next_stands_by() -> None:
+    none, first, second, other = Child(0), Child(8), Child(8), Child(4)
+    multi = MultiConnector({"n": none, "a": first, "b": second, "o": other})
+    request = Request("r", 8)
+    assert multi.get_num_new_matched_tokens(request, 0) == (8, True)
+    multi.update_state_after_alloc(request, BLOCKS, 8)
+    assert first.told[-1] == ("alloc", 8)
+    assert second.hooks()[-1] == "standby"
+    assert none.told[-1] == other.told[-1] == ("alloc", 0)
+    step = multi.build_connector_meta()
+    assert step.loads["r"].first == "a"
+    assert step.loads["r"].standby == (("b", "load of r"),)
+    assert multi.build_connector_meta().loads == {}
+
+
+def test_a_child_that_asks_for_time_is_waited_for_unless_an_earlier_one_has_tokens() -> None:
+    request = Request("r", 8)
+    assert MultiConnector({"a": Child(None), "b": Child(8)}).get_num_new_matched_tokens(
+        request, 0
+    ) == (None, False)
+    assert MultiConnector({"a": Child(8), "b": Child(None)}).get_num_new_matched_tokens(
+        request, 0
+    ) == (8, True)
+
+
+def test_a_later_lookup_that_finds_nothing_forgets_the_earlier_choice() -> None:
+    child = Child(8)
+    multi = MultiConnector({"a": child, "b": Child()})
+    request = Request("r", 8)
+    multi.get_num_new_matched_tokens(request, 0)
+    child.tokens = 0
+    assert multi.get_num_new_matched_tokens(request, 0) == (0, False)
+    multi.update_state_after_alloc(request, BLOCKS, 8)
+    assert child.told[-1] == ("alloc", 0)
+
+
+def test_a_child_that_cannot_stand_by_is_told_that_it_is_not_needed() -> None:
+    second = Child(8)
+    second.stands_by = False
+    multi = MultiConnector({"a": Child(8), "b": second})
+    request = Request("r", 8)
+    multi.get_num_new_matched_tokens(request, 0)
+    multi.update_state_after_alloc(request, BLOCKS, 8)
+    assert second.hooks()[-2:] == ["standby", "not_needed"]
+
+
+# --- what one child cannot, the next one does ----------------------------------------------------
+
+
+class Both:
+    """Scheduler and worker of one small engine with two children."""
+
+    def __init__(self, **options: Any) -> None:
+        self.clock = Clock()
+        self.a, self.b = Child(8), Child(8)
+        children = {"a": self.a, "b": self.b}
+        self.multi = MultiConnector(children, clock=self.clock, timeout_s=10, **options)
+
+    def begin(self, request_id: str = "r") -> None:
+        request = Request(request_id, 8)
+        self.multi.get_num_new_matched_tokens(request, 0)
+        self.multi.update_state_after_alloc(request, BLOCKS, 8)
+        self.multi.start_load_kv(self.multi.build_connector_meta())
+
+
+def test_a_load_that_failed_goes_on_with_the_time_that_is_left() -> None:
+    both = Both()
+    both.begin()
+    both.clock.now_s = 4.0
+    both.a.reports.append(loaded("r", "no link"))
+    assert both.multi.get_finished().loaded == {}
+    assert both.b.told[-2] == ("start_standby", "load of r", 6.0)
+    both.b.reports.append(loaded("r"))
+    assert both.multi.get_finished().loaded == {"r": Loaded(via="b")}
+    assert dict(both.multi.worker_half.failovers) == {("a", "b"): 1}
+
+
+def test_a_load_without_time_left_fails_with_the_reason() -> None:
+    both = Both()
+    both.begin()
+    both.clock.now_s = 10.0
+    both.a.reports.append(loaded("r", "no link"))
+    assert both.multi.get_finished().loaded["r"].error == "a: no link; no time left for b"
+
+
+def test_the_child_that_stood_by_is_told_once_the_first_one_is_done() -> None:
+    both = Both()
+    both.begin()
+    assert "drop_standby" not in both.b.hooks()
+    both.a.reports.append(loaded("r"))
+    both.multi.get_finished()
+    assert ("drop_standby", "load of r") in both.b.told
+
+
+def test_a_child_that_raises_as_it_starts_is_passed_over() -> None:
+    both = Both()
+    both.a.raising.add("start")
+    both.begin()
+    assert both.b.told[-1][:2] == ("start_standby", "load of r")
+    both.b.reports.append(loaded("r"))
+    assert both.multi.get_finished().loaded["r"].ok
+
+
+def test_if_every_child_raises_the_request_fails_with_all_reasons() -> None:
+    both = Both()
+    both.a.raising.add("start")
+    both.b.raising.add("start_standby")
+    both.begin()
+    error = both.multi.get_finished().loaded["r"].error
+    assert error == "a: RuntimeError: start is broken; b: RuntimeError: start_standby is broken"
+
+
+def test_reports_of_unknown_requests_and_of_the_wrong_child_are_counted() -> None:
+    both = Both()
+    both.begin()
+    both.b.reports.append(loaded("r"))
+    both.a.reports.append(loaded("who"))
+    assert both.multi.get_finished().loaded == {}
+    assert both.multi.worker_half.unknown == 2
+
+
+# --- a child that raises -------------------------------------------------------------------------
+
+
+def test_a_child_that_raises_is_left_alone_for_a_growing_while_and_the_others_go_on() -> None:
+    both = Both()
+    both.a.raising.add("report")
+    tries = []
+    for _ in range(2000):
+        before = both.multi.worker_half.isolation["a"].errors
+        both.multi.get_finished()
+        if both.multi.worker_half.isolation["a"].errors > before:
+            tries.append(round(both.clock.now_s, 2))
+        both.clock.now_s += 0.01
+    gaps = [later - earlier for earlier, later in itertools.pairwise(tries)]
+    assert gaps[:4] == pytest.approx([0.1, 0.2, 0.4, 0.8], abs=0.02)
+    assert max(gaps) <= 10.01
+    assert both.b.hooks().count("report") == 2000
+    both.a.raising.clear()
+    both.clock.now_s += 11
+    both.a.reports.append(WorkerReport(sent=frozenset({"x"})))
+    both.multi.get_finished()
+    assert not both.multi.worker_half.isolation["a"].is_quarantined
+
+
+def test_a_scheduler_child_that_raises_costs_nothing_but_itself() -> None:
+    both = Both()
+    both.a.raising |= {"match", "alloc", "finished", "meta"}
+    request = Request("r", 8, 8)
+    assert both.multi.get_num_new_matched_tokens(request, 0) == (8, True)
+    saves, params = both.multi.request_finished(request, BLOCKS)
+    assert saves
+    assert params is not None
+    assert list(params["kvbridge"]["children"]) == ["b"]
+    assert list(both.multi.build_connector_meta().steps) == ["b"]
+
+
+def test_all_children_are_shut_down_though_one_raises() -> None:
+    both = Both()
+    both.a.raising.add("shutdown")
+    with pytest.raises(RuntimeError, match="shutdown is broken"):
+        both.multi.shutdown()
+    assert both.b.hooks() == ["shutdown"]
+
+
+# --- finished sending ----------------------------------------------------------------------------
+
+
+def sent(*request_ids: str, expired: bool = False) -> WorkerReport:
+    ids = frozenset(request_ids)
+    return WorkerReport(sent=ids, expired=ids if expired else frozenset())
+
+
+def finish(both: Both, request_id: str = "r") -> None:
+    both.multi.request_finished(Request(request_id, 8, 8), BLOCKS)
+    both.multi.start_load_kv(both.multi.build_connector_meta())
+
+
+def test_blocks_are_free_once_when_the_last_child_that_saves_is_done() -> None:
+    both = Both()
+    finish(both)
+    both.a.reports.append(sent("r"))
+    assert both.multi.get_finished().sent == frozenset()
+    both.a.reports.append(sent("r"))  # twice
+    assert both.multi.get_finished().sent == frozenset()
+    both.b.reports.append(sent("r", expired=True))
+    report = both.multi.get_finished()
+    assert report.sent == report.expired == frozenset({"r"})
+    both.b.reports.append(sent("r"))
+    assert both.multi.get_finished().sent == frozenset()
+    assert both.multi.worker_half.unknown >= 1
+
+
+def test_a_child_that_does_not_save_is_not_waited_for() -> None:
+    both = Both()
+    both.b.saves = False
+    finish(both)
+    both.a.reports.append(sent("r"))
+    assert both.multi.get_finished().sent == {"r"}
+
+
+def test_a_report_before_the_step_that_names_who_saves_is_kept() -> None:
+    both = Both()
+    both.a.reports.append(sent("r"))
+    assert both.multi.get_finished().sent == frozenset()
+    finish(both)
+    both.b.reports.append(sent("r"))
+    assert both.multi.get_finished().sent == {"r"}
+    assert both.multi.worker_half.unknown == 0
+
+
+def test_blocks_of_a_child_that_took_no_note_of_them_are_not_kept_for_ever() -> None:
+    both = Both()
+    both.a.raising.add("start")
+    finish(both)
+    both.b.reports.append(sent("r"))
+    assert both.multi.get_finished().sent == frozenset()
+    both.clock.now_s = 10.0
+    report = both.multi.get_finished()
+    assert report.sent == report.expired == frozenset({"r"})
+
+
+# --- every rank reports --------------------------------------------------------------------------
+
+
+def test_an_end_counts_once_every_rank_has_reported_it() -> None:
+    gatherer = ReportGatherer([(0, 0), (1, 0)])
+    gatherer.add((0, 0), WorkerReport({"r": Loaded(via="a")}, frozenset({"s"})))
+    gatherer.add((0, 0), WorkerReport({"r": Loaded(via="a")}, frozenset({"s"})))
+    assert gatherer.take() == WorkerReport()
+    assert gatherer.repeated == 2
+    gatherer.add((1, 0), WorkerReport({"r": Loaded("no link", "b")}, frozenset({"s"})))
+    report = gatherer.take()
+    assert report.loaded == {"r": Loaded("rank (1, 0): no link", "a, b")}
+    assert report.sent == {"s"}
+    assert gatherer.take() == WorkerReport()
