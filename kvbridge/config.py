@@ -68,8 +68,21 @@ def _plain(message: str, kind: type[Config], given: Mapping[str, Any]) -> str:
     steps = re.findall(r"[\w-]+|\.{3}", path)  # of "faults[0].what", or "names[...]"
     if allowed := list(_allowed(inspect.type_info(kind), steps)):
         said += f"; allowed: {', '.join(map(repr, allowed))}"
-    value = f" is {given[path]!r}" if path in given else ""
-    return f"option {path!r}{value}: {said}"
+    value = _at(given, path.split("."))
+    given_as = "" if value is _MISSING else f" is {value!r:.80}"
+    return f"option {path!r}{given_as}: {said}"
+
+
+_MISSING = object()
+
+
+def _at(given: object, path: Sequence[str]) -> object:
+    """Return what was given at the end of a path of names, if there is such a path."""
+    for step in path:
+        if not isinstance(given, Mapping) or step not in given:
+            return _MISSING
+        given = given[step]
+    return given
 
 
 def _allowed(node: inspect.Type, path: Sequence[str]) -> Iterator[Any]:

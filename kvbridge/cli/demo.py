@@ -28,9 +28,8 @@ _SHAPE_HELP = "as in tp=2,pp=1,page=16,layout=nhd,kv=together; what is left out 
 
 _STEP_NAMES = {
     "start": "starting the ranks",
-    "connect": "shaking hands",
     "prefill": "computing the prompt",
-    "pull": "moving the cache",
+    "pull": "meeting, moving the cache",
     "compare": "comparing every byte",
     "decode": "continuing",
     "reference": "running one unsplit engine",
@@ -39,10 +38,20 @@ _STEP_NAMES = {
 
 
 @click.command("demo")
-@click.option("--transport", default="local", show_default=True, help="What moves the bytes.")
 @click.option(
-    "--option", "options", multiple=True, metavar="KEY=VALUE", help="An option of the transport."
+    "--transport",
+    default="local",
+    show_default=True,
+    help="What moves the bytes; of several, as in nixl,mooncake, the next is tried if one fails.",
 )
+@click.option(
+    "--option",
+    "options",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="An option of the transport; NAME.KEY=VALUE where there are several.",
+)
+@click.option("--break", "broken", metavar="NAMES", help="Transports whose reads shall fail.")
 @click.option("--prefill", default="tp=2,page=16,layout=nhd", show_default=True, help=_SHAPE_HELP)
 @click.option("--decode", default="tp=4,page=32,layout=hnd", show_default=True, help=_SHAPE_HELP)
 @click.option("--heads", default=4, show_default=True, help="KV heads of the model.")
@@ -83,13 +92,15 @@ def _config(**given: Any) -> DemoConfig:
         if given["prompt_file"] is not None:
             with given["prompt_file"].open("rb") as file:
                 more["prompt"] = file.read(PROMPT_MAX_BYTES + 1)
+        transports = _names(given["transport"])
         return DemoConfig(
             model=ModelConfig(layers=given["layers"], kv_heads=given["heads"], seed=given["seed"]),
             prefill=EngineShape.parse(given["prefill"]),
             decode=EngineShape.parse(given["decode"]),
             tokens=given["tokens"],
-            transport=given["transport"],
-            options=transport_options(given["options"]),
+            transports=transports,
+            options=_options(given["options"], transports),
+            broken=_names(given["broken"] or ""),
             port=given["port"],
             timeout_s=given["timeout_s"],
             **more,
@@ -100,6 +111,25 @@ def _config(**given: Any) -> DemoConfig:
         raise ConfigError(str(error)) from error
     except OSError as error:
         raise ConfigError(f"cannot read {given['prompt_file']}: {error.strerror}") from error
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _options(texts: tuple[str, ...], transports: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+    """Sort options by the transport that they are of, which need not be named if there is one."""
+    if len(transports) == 1:
+        return {transports[0]: transport_options(texts)}
+    options: dict[str, dict[str, Any]] = {}
+    for key, value in transport_options(texts).items():
+        name, dot, own = key.partition(".")
+        if not dot:
+            raise ConfigError(
+                f"--option {key}: there are several transports; write {transports[0]}.{key}=..."
+            )
+        options.setdefault(name, {})[own] = value
+    return options
 
 
 def _run_with_progress(config: DemoConfig) -> DemoReport:
@@ -125,9 +155,13 @@ def _show(report: DemoReport, config: DemoConfig, *, explain: bool) -> None:
         soft_wrap=True,
     )
     console.print(_table(report))
+    for failed, next_one in sorted({each for p in report.pulls.values() for each in p.failovers}):
+        ranks = sum((failed, next_one) in p.failovers for p in report.pulls.values())
+        why = " (as asked: it was broken on purpose)" if failed in config.broken else ""
+        console.print(f"[yellow]{failed} failed[/] on {ranks} ranks{why}; {next_one} went on")
     if explain:
-        for plan in report.plans.values():
-            click.echo(plan)
+        for pulled in report.pulls.values():
+            click.echo(pulled.plan)
     click.echo(f"decode engine wrote   {bytes(report.tokens)!r}")
     click.echo(f"one engine writes     {bytes(report.reference)!r}")
     if report.equal:
@@ -141,7 +175,7 @@ def _show(report: DemoReport, config: DemoConfig, *, explain: bool) -> None:
 
 
 def _table(report: DemoReport) -> Table:
-    table = Table("decode rank", "read from", box=None)
+    table = Table("decode rank", "via", "read from", box=None)
     for header in ("bytes", "copies", "merged", "ms", "GB/s"):
         table.add_column(header, justify="right")
     for rank, pulled in sorted(report.pulls.items()):
@@ -150,9 +184,10 @@ def _table(report: DemoReport) -> Table:
             row = [f"{source.nbytes:,}", f"{source.copies:,}", f"{source.merged:,}"]
             if i == 0:
                 row += [f"{pulled.seconds * 1e3:.2f}", f"{nbytes / pulled.seconds / 1e9:.3g}"]
-            table.add_row(_rank(rank) if i == 0 else "", _rank(source.rank), *row)
+            first = (_rank(rank), pulled.via) if i == 0 else ("", "")
+            table.add_row(*first, _rank(source.rank), *row)
         if not pulled.sources:
-            table.add_row(_rank(rank), "nobody: nothing to move", "0", "0", "0")
+            table.add_row(_rank(rank), pulled.via, "nobody: nothing to move", "0", "0", "0")
     return table
 
 

@@ -1,13 +1,11 @@
 """What the demo's parent and its rank processes say to each other, over a pipe of their own."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from kvbridge.demo.cache import Halves
 from kvbridge.demo.model import ModelConfig
 from kvbridge.demo.shape import EngineShape
-from kvbridge.handshake import HandshakeMetadata
-from kvbridge.model import Rank
 from kvbridge.session import SourceStats
 
 
@@ -21,8 +19,7 @@ class RankSpec:
         model: The model that both engines run.
         shape: How the engine is split and lays out its cache.
         pages: Pages of its cache.
-        transport: Name of the transport.
-        options: The transport's options.
+        connectors: What its connector is made of; see ``connector_configs``.
         timeout_s: Longest wait for anything.
     """
 
@@ -31,39 +28,30 @@ class RankSpec:
     model: ModelConfig
     shape: EngineShape
     pages: int
-    transport: str
-    options: dict[str, Any] = field(default_factory=dict)
+    connectors: list[dict[str, Any]]
     timeout_s: float = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """Compute the cache of a prompt and hold it for its readers."""
+    """Compute the cache of a prompt."""
 
-    request_id: str
     page_ids: list[int]
     tokens: bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Connect:
-    """Shake hands with the engine behind an address."""
+class Step:
+    """Do what the engine's scheduler asks of its ranks in one step."""
 
-    host: str
-    port: int
-    engine_id: str
-    local_engine: dict[Rank, HandshakeMetadata]
+    metadata: object
 
 
 @dataclass(frozen=True, slots=True)
-class Pull:
-    """Read the cache of a request's tokens."""
+class AwaitLoad:
+    """Wait until the load of a request has ended."""
 
-    engine_id: str
     request_id: str
-    page_ids: list[int]
-    remote_page_ids: list[int]
-    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +72,8 @@ class Decode:
 
 
 @dataclass(frozen=True, slots=True)
-class AwaitRelease:
-    """Wait until every reader of a request has reported."""
+class AwaitSent:
+    """Wait until no reader needs a request's blocks any more."""
 
     request_id: str
 
@@ -97,10 +85,21 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """How a pull went."""
+    """How the load of a request went on one rank.
 
-    sources: list[SourceStats]
+    Attributes:
+        sources: What each rank of the other engine contributed.
+        seconds: From the first read to the last.
+        via: The connector that moved the bytes.
+        failovers: Connectors that could not, and which one went on.
+        plan: What was read from whom, in words.
+    """
+
+    sources: tuple[SourceStats, ...]
     seconds: float
+    via: str
+    failovers: list[tuple[str, str]]
+    plan: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from kvbridge.connector import BridgeConnector, Loaded, MultiConnector, worker_connector
 from kvbridge.demo import messages
 from kvbridge.demo.cache import POISON_BYTE
 from kvbridge.demo.collective import Group
 from kvbridge.demo.engine import RankEngine, generate
 from kvbridge.demo.messages import Failed, RankSpec
 from kvbridge.errors import KVBridgeError, TransportError
-from kvbridge.handshake import fetch_metadata
 from kvbridge.model import (
     CacheGroup,
     RankCache,
@@ -26,9 +26,6 @@ from kvbridge.model import (
     attention_layer,
     memory_region,
 )
-from kvbridge.plan import BlockTable
-from kvbridge.session import RankAgent
-from kvbridge.transport import State, open_transport
 
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.0002
@@ -39,7 +36,7 @@ def run_rank(spec: RankSpec, group: Group, control: Connection) -> None:
     _die_with_parent()
     try:
         process = _RankProcess(spec, group)
-        control.send(process.agent.metadata())
+        control.send(process.connector.get_handshake_metadata())
         while (message := process.next_message(control)) is not None:
             control.send(process.handle(message))
         process.close()
@@ -92,26 +89,25 @@ class _RankProcess:
             is_mamba=False,
             total_num_kv_heads=spec.model.kv_heads,
         )
-        self.agent = RankAgent(
-            topology,
-            rank_cache(spec.engine_id, self._engine),
-            open_transport({"transport": spec.transport, "options": spec.options}),
-            model=str(spec.model),
-            incarnation=spec.incarnation,
+        self.connector = worker_connector(
+            spec.connectors, topology, model=str(spec.model), incarnation=spec.incarnation
         )
+        self.connector.register_kv_caches(rank_cache(spec.engine_id, self._engine))
+        self._loaded: dict[str, Loaded] = {}
+        self._sent: set[str] = set()
         self._handlers: dict[type, Callable[[Any], object]] = {
             messages.Prefill: self._prefill,
-            messages.Connect: self._connect,
-            messages.Pull: self._pull,
+            messages.Step: self._step,
+            messages.AwaitLoad: self._await_load,
             messages.Dump: self._dump,
             messages.Decode: self._decode,
-            messages.AwaitRelease: self._await_release,
+            messages.AwaitSent: self._await_sent,
         }
 
     def next_message(self, control: Connection) -> object | None:
         """Wait for the parent, polling meanwhile: peers may need this rank to make progress."""
         while not control.poll(_POLL_S):
-            self.agent.poll()
+            self._poll()
         message: object = control.recv()
         return None if isinstance(message, messages.Stop) else message
 
@@ -121,35 +117,49 @@ class _RankProcess:
 
     def close(self) -> None:
         """Give everything back."""
-        self.agent.close()
+        self.connector.shutdown()
+
+    def _poll(self) -> None:
+        report = self.connector.get_finished()
+        self._loaded.update(report.loaded)
+        self._sent |= report.sent
+
+    def _wait(self, done: Callable[[], bool], what: str) -> None:
+        deadline_s = time.monotonic() + self._timeout_s
+        while not done():
+            self._poll()
+            if time.monotonic() > deadline_s:
+                raise TransportError(f"{what} within {self._timeout_s:g} s")
+            time.sleep(_POLL_S)
 
     def _prefill(self, message: messages.Prefill) -> bool:
         self._engine.prefill(message.page_ids, message.tokens)
-        return self.agent.releases.hold(message.request_id)
+        return True
 
-    def _connect(self, message: messages.Connect) -> str:
-        self.agent.share_engine(message.local_engine)
-        reply = fetch_metadata(
-            message.host, message.port, timeout_s=self._timeout_s, engine_id=message.engine_id
-        )
-        session = self.agent.connect(reply.by_rank, timeout_s=self._timeout_s)
-        return session.plan.explain()
+    def _step(self, message: messages.Step) -> bool:
+        self.connector.start_load_kv(message.metadata)
+        return True
 
-    def _pull(self, message: messages.Pull) -> messages.Pulled:
-        transfer = self.agent.pull(
-            message.engine_id,
-            message.request_id,
-            [BlockTable(message.page_ids)],
-            [BlockTable(message.remote_page_ids)],
-            end_token=message.tokens,
-            timeout_s=self._timeout_s,
+    def _await_load(self, message: messages.AwaitLoad) -> messages.Pulled:
+        request_id = message.request_id
+        self._wait(
+            lambda: request_id in self._loaded,
+            f"the load of request {request_id!r} did not end",
         )
-        while transfer.state is State.PENDING:
-            self.agent.poll()
-            time.sleep(_POLL_S)
-        if transfer.state is not State.DONE:
-            raise TransportError(f"request {message.request_id!r} failed: {transfer.reason}")
-        return messages.Pulled(transfer.sources, transfer.seconds)
+        loaded = self._loaded.pop(request_id)
+        if loaded.error:
+            raise TransportError(f"request {request_id!r} failed: {loaded.error}")
+        connector, failovers = self.connector, []
+        if isinstance(connector, MultiConnector):
+            failovers = list(connector.worker_half.failovers)
+            connector = connector.children[loaded.via]
+        plans = []
+        if isinstance(connector, BridgeConnector):
+            sessions = connector.worker_half.agent.sessions.values()
+            plans = [session.plan.explain() for session in sessions]
+        return messages.Pulled(
+            loaded.sources, loaded.seconds, loaded.via, failovers, "\n".join(plans)
+        )
 
     def _dump(self, message: messages.Dump) -> messages.Dumped:
         cache = self._engine.cache
@@ -171,14 +181,9 @@ class _RankProcess:
     def _decode(self, message: messages.Decode) -> list[int]:
         return generate(self._engine, message.page_ids, message.prompt, message.tokens)
 
-    def _await_release(self, message: messages.AwaitRelease) -> bool:
-        deadline_s = time.monotonic() + self._timeout_s
-        while message.request_id in self.agent.releases.held:
-            self.agent.poll()
-            if time.monotonic() > deadline_s:
-                raise TransportError(
-                    f"not every reader of {message.request_id!r} reported within "
-                    f"{self._timeout_s:g} s"
-                )
-            time.sleep(_POLL_S)
+    def _await_sent(self, message: messages.AwaitSent) -> bool:
+        self._wait(
+            lambda: message.request_id in self._sent,
+            f"not every reader of {message.request_id!r} reported",
+        )
         return True

@@ -6,24 +6,25 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvbridge.config import check_timeout
+from kvbridge.connector import Connector, Request, connector_configs, scheduler_connector
 from kvbridge.demo.cache import PageAllocator
-from kvbridge.demo.cluster import Cluster
+from kvbridge.demo.cluster import Cluster, Engine
 from kvbridge.demo.engine import pages_needed
 from kvbridge.demo.messages import (
-    AwaitRelease,
-    Connect,
+    AwaitLoad,
+    AwaitSent,
     Decode,
     Dump,
     Dumped,
     Prefill,
-    Pull,
     Pulled,
     RankSpec,
+    Step,
 )
 from kvbridge.demo.model import ModelConfig
 from kvbridge.demo.shape import EngineShape, layer_range
 from kvbridge.errors import ConfigError
-from kvbridge.handshake import HandshakeServer, gather_handshake_metadata
+from kvbridge.handshake import gather_handshake_metadata, hand_over
 from kvbridge.model import Rank
 from kvbridge.transport import check_transport
 
@@ -33,7 +34,7 @@ HEADS_MAX = 256
 TOKENS_MAX = 100_000
 PAGE_MAX_TOKENS = 4096
 RANKS_MAX = 64
-STEPS = ("start", "connect", "prefill", "pull", "compare", "decode", "reference", "stop")
+STEPS = ("start", "prefill", "pull", "compare", "decode", "reference", "stop")
 
 DEFAULT_PROMPT = b"""\
 A cache of keys and values is what a language model remembers of a text. One machine reads the
@@ -52,8 +53,9 @@ class DemoConfig:
         decode: Shape of the engine that writes the answer.
         prompt: The prompt, not empty.
         tokens: How many tokens to write.
-        transport: Name of the transport.
-        options: The transport's options.
+        transports: Names of the transports, in the order in which they are tried.
+        options: The options of each transport, by its name.
+        broken: Transports that fail on the side that reads.
         port: Port of the prefill engine's handshake server; 0 takes a free one.
         timeout_s: Longest wait for anything.
 
@@ -66,8 +68,9 @@ class DemoConfig:
     decode: EngineShape
     prompt: bytes = DEFAULT_PROMPT
     tokens: int = 32
-    transport: str = "local"
-    options: Mapping[str, Any] = field(default_factory=dict)
+    transports: tuple[str, ...] = ("local",)
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    broken: tuple[str, ...] = ()
     port: int = 0
     timeout_s: float = 60.0
 
@@ -78,7 +81,16 @@ class DemoConfig:
                 f"the prompt has {len(self.prompt)} bytes; the demo takes 1 to {PROMPT_MAX_BYTES}"
             )
         check_timeout(self.timeout_s, "timeout")
-        check_transport({"transport": self.transport, "options": dict(self.options)})
+        for what, names in (("options for", self.options), ("to break", self.broken)):
+            strangers = sorted(set(names) - set(self.transports))
+            if strangers:
+                raise ConfigError(
+                    f"{what} {', '.join(strangers)}: not among the transports "
+                    f"{', '.join(self.transports)}"
+                )
+        connector_configs(self.connectors())
+        for name in self.transports:
+            check_transport(self._choice(name))
         _check_bounds(self.model.layers, LAYERS_MAX, "layers of the model")
         _check_bounds(self.model.kv_heads, HEADS_MAX, "KV heads of the model")
         _check_bounds(self.tokens, TOKENS_MAX, "tokens to write")
@@ -90,19 +102,52 @@ class DemoConfig:
             except ValueError as error:
                 raise ConfigError(str(error)) from error
 
+    def connectors(self, *, reads: bool = False) -> list[dict[str, Any]]:
+        """Return what an engine's connector is made of.
+
+        Args:
+            reads: Whether it is the engine where transports may be broken.
+        """
+        connectors = []
+        for i, name in enumerate(self.transports):
+            choice = self._choice(name)
+            if reads and name in self.broken:
+                faults = [{"what": "fail", "share": 1.0}]
+                choice = {
+                    "transport": "faulty",
+                    "options": {"inner": choice, "operations": faults},
+                }
+            port = self.port if i == 0 and not reads else 0
+            connectors.append(
+                {
+                    **choice,
+                    "name": name,
+                    "timeout_s": self.timeout_s,
+                    "lease_s": self.timeout_s,
+                    "handshake": {"port": port, "timeout_s": self.timeout_s, **_NO_SECRET},
+                }
+            )
+        return connectors
+
+    def _choice(self, name: str) -> dict[str, Any]:
+        return {"transport": name, "options": dict(self.options.get(name, {}))}
+
+
+# Both engines are children of one process on one machine: a secret of its user's is not needed.
+_NO_SECRET = {"secret_env": "KVBRIDGE_DEMO_SECRET"}
+
 
 @dataclass(frozen=True, slots=True)
 class DemoReport:
     """What came of it.
 
     Attributes:
-        transport: The transport that was used.
+        transport: The transports, in the order in which they are tried.
         tokens: What the decode engine wrote.
         reference: What one unsplit engine writes.
         pulls: What each decode rank read, and how long that took.
         differing_bytes: Bytes of moved cells that are not the producer's.
         touched_ranks: Decode ranks where a byte changed that is no part of the request.
-        plans: The plan of each decode rank, in words.
     """
 
     transport: str
@@ -111,7 +156,6 @@ class DemoReport:
     pulls: dict[Rank, Pulled]
     differing_bytes: int
     touched_ranks: list[Rank]
-    plans: dict[Rank, str]
 
     @property
     def equal(self) -> bool:
@@ -128,6 +172,8 @@ class DemoReport:
             "ranks": [
                 {
                     "rank": list(rank),
+                    "via": pulled.via,
+                    "failovers": [list(each) for each in pulled.failovers],
                     "reads": [
                         {
                             "from": list(source.rank),
@@ -166,26 +212,30 @@ def run_demo(config: DemoConfig, *, on_step: Callable[[str], None] = _ignore) ->
         HandshakeError: The handshake port cannot be bound.
         DemoError: A rank failed or died.
     """
-    server = HandshakeServer(port=config.port)
     cluster = Cluster()
+    schedulers: list[Connector] = []
     try:
-        return _run(config, server, cluster, on_step)
+        return _run(config, schedulers, cluster, on_step)
     finally:
         cluster.kill()
-        server.close()
+        for scheduler in schedulers:
+            scheduler.shutdown()
 
 
-def _spec(name: str, config: DemoConfig, shape: EngineShape) -> RankSpec:
+def _spec(name: str, config: DemoConfig, shape: EngineShape, **which: bool) -> RankSpec:
     return RankSpec(
         engine_id=f"{name}-{uuid.uuid4().hex[:8]}",
         incarnation=uuid.uuid4().hex,
         model=config.model,
         shape=shape,
         pages=_pages(config, shape),
-        transport=config.transport,
-        options=dict(config.options),
+        connectors=config.connectors(**which),
         timeout_s=config.timeout_s,
     )
+
+
+def _scheduler(spec: RankSpec) -> Connector:
+    return scheduler_connector(spec.connectors, engine_id=spec.engine_id, pp_size=spec.shape.pp)
 
 
 def _pages(config: DemoConfig, shape: EngineShape) -> int:
@@ -195,49 +245,70 @@ def _pages(config: DemoConfig, shape: EngineShape) -> int:
 
 def _run(
     config: DemoConfig,
-    server: HandshakeServer,
+    schedulers: list[Connector],
     cluster: Cluster,
     on_step: Callable[[str], None],
 ) -> DemoReport:
     on_step("start")
-    prefill = cluster.start("prefill", _spec("prefill", config, config.prefill))
-    decode = cluster.start("decode", _spec("decode", config, config.decode))
-    unsplit = cluster.start("unsplit", _spec("unsplit", config, EngineShape()))
-    producers, consumers, _ = cluster.gather(prefill, decode, unsplit)
-    server.set_xfer_handshake_metadata_pp_aware(
-        gather_handshake_metadata([producers], pp_size=config.prefill.pp, tp_size=config.prefill.tp)
+    given, taken = (
+        _spec("prefill", config, config.prefill),
+        _spec("decode", config, config.decode, reads=True),
     )
-    on_step("connect")
-    engine_id = prefill.spec.engine_id
-    plans = cluster.ask(decode, Connect(server.host, server.port, engine_id, consumers))
+    schedulers.extend(map(_scheduler, (given, taken)))
+    producer, consumer = schedulers
+    prefill = cluster.start("prefill", given)
+    decode = cluster.start("decode", taken)
+    unsplit = cluster.start("unsplit", _spec("unsplit", config, EngineShape()))
+    metadata = cluster.gather(prefill, decode, unsplit)
+    for scheduler, published, shape in (
+        (producer, metadata[0], config.prefill),
+        (consumer, metadata[1], config.decode),
+    ):
+        gathered = gather_handshake_metadata([published], pp_size=shape.pp, tp_size=shape.tp)
+        hand_over(scheduler, gathered)
     on_step("prefill")
-    request_id, moved = "request-0", len(config.prompt) - 1
+    moved = len(config.prompt) - 1
     there = _allocate(config, config.prefill, seed=1)
-    cluster.ask(prefill, Prefill(request_id, there, config.prompt[:-1]))
+    cluster.ask(prefill, Prefill(there, config.prompt[:-1]))
+    finished = Request("request-0", moved, moved, {"do_remote_decode": True})
+    _, params = producer.request_finished(finished, (tuple(there),))
+    cluster.ask(prefill, Step(producer.build_connector_meta()))
     on_step("pull")
     here = _allocate(config, config.decode, seed=2)
-    pulls = cluster.ask(decode, Pull(engine_id, request_id, here, there, moved))
+    pulls = _pull(cluster, decode, consumer, Request("request-0", moved, params=params), here)
     on_step("compare")
-    cluster.ask(prefill, AwaitRelease(request_id))
-    given = cluster.ask(prefill, Dump(there, moved))
-    differing, touched = _compare(given, cluster.ask(decode, Dump(here, moved)))
+    if moved:
+        cluster.ask(prefill, AwaitSent(finished.request_id))
+    originals = cluster.ask(prefill, Dump(there, moved))
+    differing, touched = _compare(originals, cluster.ask(decode, Dump(here, moved)))
     on_step("decode")
     written = cluster.ask(decode, Decode(here, config.prompt, config.tokens))
     on_step("reference")
     alone = _allocate(config, unsplit.spec.shape, seed=3)
-    cluster.ask(unsplit, Prefill(request_id, alone, config.prompt[:-1]))
+    cluster.ask(unsplit, Prefill(alone, config.prompt[:-1]))
     reference = cluster.ask(unsplit, Decode(alone, config.prompt, config.tokens))[0, 0]
     on_step("stop")
     cluster.stop()
     return DemoReport(
-        transport=config.transport,
+        transport=",".join(config.transports),
         tokens=written[0, 0],
         reference=reference,
         pulls=pulls,
         differing_bytes=differing,
         touched_ranks=touched,
-        plans=plans,
     )
+
+
+def _pull(
+    cluster: Cluster, decode: Engine, scheduler: Connector, request: Request, here: list[int]
+) -> dict[Rank, Pulled]:
+    """Have the decode engine load a request, as a scheduler does."""
+    tokens, _ = scheduler.get_num_new_matched_tokens(request, 0)
+    scheduler.update_state_after_alloc(request, (tuple(here),), tokens or 0)
+    cluster.ask(decode, Step(scheduler.build_connector_meta()))
+    if not tokens:
+        return {rank: Pulled((), 0.0, "", [], "") for rank in decode.ranks}
+    return cluster.ask(decode, AwaitLoad(request.request_id))
 
 
 def _allocate(config: DemoConfig, shape: EngineShape, seed: int) -> list[int]:

@@ -73,6 +73,30 @@ def test_people_get_a_table_and_a_verdict(capfd: pytest.CaptureFixture[str]) -> 
         assert words in shown
 
 
+def test_what_the_first_transport_cannot_move_the_second_one_does(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    words = ["demo", *SMALL, "--transport", "nixl,local", "--break", "nixl", "--decode", "tp=2"]
+    assert main(words) == 0
+    shown = capfd.readouterr().out
+    assert "nixl failed on 2 ranks (as asked: it was broken on purpose); local went on" in shown
+    assert main([*words, "--json"]) == 0
+    report = json.loads(capfd.readouterr().out)
+    assert (report["equal"], report["transport"]) == (True, "nixl,local")
+    for rank in report["ranks"]:
+        assert (rank["via"], rank["failovers"]) == ("local", [["nixl", "local"]])
+
+
+def test_if_every_transport_fails_the_reasons_are_one_line(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["demo", *SMALL, "--break", "local", "--decode", "tp=1"]) == 2
+    complaint = capfd.readouterr().err
+    assert complaint.startswith("kvbridge: error: decode rank (0, 0): request 'request-0' failed: ")
+    assert "a fault that was asked for" in complaint
+    assert complaint.count("\n") == 1
+
+
 # --- mistakes ----------------------------------------------------------------------------------
 
 
@@ -82,6 +106,10 @@ def test_people_get_a_table_and_a_verdict(capfd: pytest.CaptureFixture[str]) -> 
         (["--transport", "nixi"], "did you mean 'nixl'? found: faulty, local"),
         (["--option", "slice=1"], "unknown option 'slice'"),
         (["--option", "nonsense"], "KEY=VALUE"),
+        (["--break", "nixl"], "to break nixl: not among the transports local"),
+        (["--transport", "local,nixl", "--option", "a=1"], "write local.a=..."),
+        (["--transport", "local,nixl", "--option", "ucx.a=1"], "options for ucx: not among"),
+        (["--transport", "local,local"], "two connectors are called 'local'"),
         (["--heads", "0"], "kv_heads is 0; it must be >= 1"),
         (["--heads", "two"], "'two' is not a valid integer"),
         (["--layers", "2", "--prefill", "pp=3"], "pp=3 is not possible: the model has only 2"),
@@ -102,7 +130,7 @@ def test_people_get_a_table_and_a_verdict(capfd: pytest.CaptureFixture[str]) -> 
         (["--option", "slice_bytes=many"], "option 'slice_bytes' is 'many': expected int"),
         (["--prompt-file", "/nowhere/at/all"], "No such file"),
         (["--prompt-file", "/dev/null"], "the prompt has 0 bytes"),
-        (["--port", "70000"], "port 70000"),
+        (["--port", "70000"], "option 'handshake.port' is 70000"),
         (["--timeout", "-1"], "timeout -1"),
         (["--no-such-option"], "--no-such-option"),
     ],
@@ -127,7 +155,7 @@ def test_a_port_in_use_is_one_line_and_status_2(capfd: pytest.CaptureFixture[str
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert main(["demo", "--port", str(port)]) == 2
-    assert f"cannot listen on tcp://127.0.0.1:{port}" in capfd.readouterr().err
+    assert f"cannot listen on 127.0.0.1:{port}" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["transports"], ["demo", "--help"], ["--version"]])
