@@ -17,7 +17,11 @@ from kvbridge.handshake import EngineAddress
 PARAMS_VERSION = 1
 KEY = "kvbridge"
 
-_Count = Annotated[int, Meta(ge=0)]
+_Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+# JSON can carry half a surrogate pair, which is no text that can be sent on.
+_Name = Annotated[str, Meta(max_length=1024, pattern="^[^\ud800-\udfff]*$")]
+
+_UNREADABLE = (msgspec.ValidationError, UnicodeError, RecursionError)
 
 
 class RemoteRequest(msgspec.Struct, frozen=True):
@@ -45,18 +49,18 @@ class RemoteRequest(msgspec.Struct, frozen=True):
 class _Entry(msgspec.Struct, frozen=True):
     """One connector's part of the params."""
 
-    remote_engine_id: str
-    remote_request_id: str
+    remote_engine_id: _Name
+    remote_request_id: _Name
     remote_block_ids: tuple[tuple[_Count, ...], ...]
     remote_num_tokens: _Count
     remote_host: str | None = None
-    remote_port: Any = None
-    incarnation: str | None = None
+    remote_port: int | float | str | None = None
+    incarnation: _Name | None = None
     generation: _Count = 0
 
 
 class _Ours(msgspec.Struct, frozen=True):
-    version: int
+    version: _Count
     children: dict[str, _Entry]
 
 
@@ -106,6 +110,11 @@ def merge_offers(offers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     return {**first, KEY: {"version": PARAMS_VERSION, "children": children}}
 
 
+def offered_by(params: Mapping[str, Any]) -> list[str]:
+    """Return the names of the connectors that offer a request; none are named by flat keys."""
+    return sorted(params[KEY]["children"]) if KEY in params else []
+
+
 def remote_request(params: Mapping[str, Any], name: str) -> RemoteRequest | None:
     """Return where a request's blocks are, for a connector; None if it has no part in them.
 
@@ -120,7 +129,7 @@ def remote_request(params: Mapping[str, Any], name: str) -> RemoteRequest | None
     if KEY in params:
         try:
             ours = msgspec.convert(params[KEY], _Ours)
-        except msgspec.ValidationError as error:
+        except _UNREADABLE as error:
             raise ConfigError(f"{where}: {KEY}: {error}") from error
         if ours.version != PARAMS_VERSION:
             raise ConfigError(
@@ -137,7 +146,7 @@ def remote_request(params: Mapping[str, Any], name: str) -> RemoteRequest | None
             flat["remote_block_ids"] = [ids]  # of engines with one cache group
         try:
             entry = msgspec.convert(flat, _Entry)
-        except msgspec.ValidationError as error:
+        except _UNREADABLE as error:
             raise ConfigError(f"{where}: {error}") from error
     address = None
     if entry.remote_host is not None:

@@ -106,8 +106,7 @@ class BridgeScheduler:
         self._engine_id = config.engine_id or engine_id
         handshake = config.handshake
         self.server = HandshakeServer(handshake.host, handshake.port, keys=load_keys(handshake))
-        host = handshake.advertise_host or handshake.host
-        self._address = EngineAddress.of(host, self.server.port, where="advertise_host")
+        self._address = self._advertised()
         registry = handshake.registry
         self._registry = None if registry is None else open_registry(registry)
         self._numbers = itertools.count(1)
@@ -117,6 +116,28 @@ class BridgeScheduler:
         self._loads: list[Load] = []
         self._holds: list[Hold] = []
         self.refused = 0
+        self._unmatched = 0
+
+    def _advertised(self) -> EngineAddress:
+        """Return the address that requests carry (report B47)."""
+        handshake, port = self._config.handshake, self.server.port
+        host = handshake.advertise_host or handshake.host
+        if host in {"0.0.0.0", "::", "[::]"}:  # noqa: S104 - nobody can dial that
+            self.server.close()
+            raise ConfigError(
+                f"the handshake channel listens on every interface ({host}), which is no address "
+                "that peers can dial; set advertise_host to the one by which they reach this engine"
+            )
+        address = EngineAddress.of(host, port, where="advertise_host")
+        if address.is_loopback and not self.server.address.is_loopback:
+            _log.warning(
+                "engine %s listens on %s but advertises %s, which leads every other machine to "
+                "itself; set advertise_host",
+                self._engine_id,
+                self.server.address,
+                address,
+            )
+        return address
 
     def publish(self, metadata: Mapping[Rank, HandshakeMetadata]) -> None:
         """Serve what the ranks have published, and announce the engine where it is looked up.
@@ -135,12 +156,6 @@ class BridgeScheduler:
                 labels={"transport": self._config.transport, "role": self._config.role},
             )
             self._registry.announce(record, ttl_s=self._config.handshake.ttl_s)
-        if self._address.is_loopback:
-            _log.info(
-                "engine %s advertises %s: only engines on this machine can reach it",
-                self._engine_id,
-                self._address,
-            )
 
     def matched_tokens(self, request: Request, computed: int) -> int:
         """Return how many tokens beyond those computed another engine holds."""
@@ -214,9 +229,19 @@ class BridgeScheduler:
         if not wanted or request.params is None:
             return None
         try:
-            return params.remote_request(request.params, self._name)
+            remote = params.remote_request(request.params, self._name)
+            if remote is None and not self._unmatched:
+                _log.warning(
+                    "request %s is offered by connectors %s and not by %r; connectors are paired "
+                    "by their names, so give them the same on both engines (said once)",
+                    request.request_id,
+                    params.offered_by(request.params),
+                    self._name,
+                )
+            self._unmatched += remote is None
         except ConfigError as error:
             # The engine can compute what it cannot load: a stranger's mistake is not its end.
             self.refused += 1
             _log.warning("request %s cannot be loaded: %s", request.request_id, error)
             return None
+        return remote

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from kvbridge.connector.config import ConnectorConfig
@@ -44,12 +44,25 @@ class _Reading:
     transfer: Transfer
 
 
-class BridgeWorker:
-    """Works for one rank; see :class:`~kvbridge.connector.Connector` for the hooks.
+@dataclass(slots=True)
+class Failures:
+    """What went wrong on one rank, each kind for itself (report B71).
 
     Attributes:
-        untold: Engines that could not be told that nothing is needed of them.
+        handshakes: Loads whose engine could not be met.
+        transfers: Loads that failed while bytes were moved, or before any were.
+        notices: Engines that could not be told what they wait for.
+        leases: Requests whose readers did not all report in time.
     """
+
+    handshakes: int = 0
+    transfers: int = 0
+    notices: int = 0
+    leases: int = 0
+
+
+class BridgeWorker:
+    """Works for one rank; see :class:`~kvbridge.connector.Connector` for the hooks."""
 
     def __init__(
         self,
@@ -86,7 +99,13 @@ class BridgeWorker:
         self._loaded: dict[str, Loaded] = {}
         self._sent: set[str] = set()
         self._expired: set[str] = set()
-        self.untold = 0
+        self._failures = Failures()
+
+    @property
+    def failures(self) -> Failures:
+        """What went wrong so far."""
+        unsent = self._agent.unsent if self._agent is not None else 0
+        return replace(self._failures, notices=self._failures.notices + unsent)
 
     @property
     def timeout_s(self) -> float:
@@ -191,9 +210,9 @@ class BridgeWorker:
             if state == "live":
                 self._start(load, each.deadline_s - now_s)
             elif state == "failed":
-                self._fail(load, str(each.introduction.error))
+                self._fail_to_meet(load, str(each.introduction.error))
             elif now_s >= each.deadline_s:
-                self._fail(
+                self._fail_to_meet(
                     load,
                     f"engine {load.remote.engine_id!r} at {load.remote.address} was not met within "
                     f"the {self._config.timeout_s:g} s that a load may take",
@@ -232,11 +251,19 @@ class BridgeWorker:
             return
         self._reading.append(_Reading(load.request_id, transfer))
 
-    def _fail(self, load: Load, error: str) -> None:
+    def _fail_to_meet(self, load: Load, error: str) -> None:
         if load.is_empty:
-            self.untold += 1
+            self._failures.notices += 1
             _log.info("engine %s was not told: %s", load.remote.engine_id, error)
         else:
+            self._failures.handshakes += 1
+            self._loaded[load.request_id] = Loaded(error, self._name)
+
+    def _fail(self, load: Load, error: str) -> None:
+        if load.is_empty:
+            self._fail_to_meet(load, error)
+        else:
+            self._failures.transfers += 1
             self._loaded[load.request_id] = Loaded(error, self._name)
 
     def _end_readings(self) -> None:
@@ -248,6 +275,7 @@ class BridgeWorker:
                 running.append(each)
                 continue
             if transfer.state is not State.DONE:
+                self._failures.transfers += 1
                 self._meetings.doubt(transfer.session.engine_id)
             sources, seconds = tuple(transfer.sources), transfer.seconds
             loaded = Loaded(transfer.reason, self._name, sources, seconds)
@@ -262,6 +290,7 @@ class BridgeWorker:
             agent.releases.expire(transfer_id)
             self._sent.add(request_id)
             self._expired.add(request_id)
+            self._failures.leases += 1
             _log.warning(
                 "request %s: not every reader reported within %g s; its blocks are free",
                 request_id,

@@ -189,6 +189,16 @@ def test_params_of_another_version_are_refused_with_both(engine: Make) -> None:
         remote_request(params, "local")
 
 
+def test_a_connector_that_nobody_offers_by_its_name_is_told_of(
+    engine: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    p, d = engine("p", LOCAL), engine("d", {"name": "other", **LOCAL})
+    params = p.prefill("r", [3], 4)
+    for _ in range(3):
+        assert d.load("r", [2], 4, params) == 0
+    assert caplog.text.count("is offered by connectors ['local'] and not by 'other'") == 1
+
+
 def test_engines_with_one_secret_move_requests(engine: Make, tmp_path: Any) -> None:
     (tmp_path / "secret").write_text("a secret of more than sixteen bytes")
     config = {**LOCAL, "handshake": {"secret_file": str(tmp_path / "secret")}}
@@ -198,7 +208,7 @@ def test_engines_with_one_secret_move_requests(engine: Make, tmp_path: Any) -> N
     stranger.load("r", [2], 4, params)
     run([p, d, stranger], lambda: "r" in d.loaded and "r" in stranger.loaded)
     assert d.loaded["r"].ok
-    assert "neither secret nor keys" in stranger.loaded["r"].error
+    assert "secret" in stranger.loaded["r"].error
 
 
 def test_a_request_cannot_have_an_engine_dial_just_anywhere(engine: Make) -> None:

@@ -291,7 +291,7 @@ def test_b50_both_sides_get_the_refusal_with_both_values() -> None:
             server.address, timeout_s=5, asker="d", factors={"model": "m", "heads": {"kv": [4]}}
         )
         with pytest.raises(
-            IncompatibleError, match=r"heads is .*8.* here and .*4.* there"
+            IncompatibleError, match=r"heads is .*4.* here and .*8.* there"
         ) as caught:
             asked.result()
         assert caught.value.differences == {"heads": ({"kv": [4]}, {"kv": [8]})}
