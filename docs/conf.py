@@ -35,6 +35,7 @@ nitpick_ignore_regex = [
     ("py:.*", r"(?!kvbridge).*"),
     ("py:(class|obj)", r"kvbridge\..*\.\w+T"),
     ("py:class", r"kvbridge\.plan\.binding\..*"),
+    ("py:class", r"kvbridge\.connector\.(scheduler|worker)\.Bridge.*"),
     ("py:class", r"kvbridge\..*\._\w+"),
 ]
 

@@ -1,6 +1,7 @@
 """Requests from engine to engine through connectors: one transport, or several as one."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,8 @@ import pytest
 
 from kvbridge.connector import Request, remote_request, worker_connector
 from kvbridge.errors import ConfigError
+from kvbridge.handshake import open_registry
+from tests.integration.registry_servers import RedisServer
 from tests.integration.tiny_engine import TinyEngine, run
 
 Make = Callable[..., TinyEngine]
@@ -355,3 +358,28 @@ def test_an_engine_is_found_by_its_id_alone(engine: Make) -> None:
     assert d.loaded["r"].error == ""
     assert_moved(p, d, [3, 1], [2, 7], 8)
     assert "no registry is configured" in lost.loaded["r"].error
+
+
+def test_engines_announce_themselves_and_are_found_in_a_registry(
+    engine: Make, tmp_path: Path
+) -> None:
+    """Over a real Redis: every child under a name of its own, gone once its engine is."""
+    with RedisServer(tmp_path) as server:
+        shared = {"handshake": {"registry": server.options(), "timeout_s": 5.0}}
+        p = engine("p", two(LOCAL, LOCAL, **shared))
+        d = engine("d", two(LOCAL, LOCAL, **shared))
+        params = p.prefill("r", [3, 1], 8)
+        for entry in params["kvbridge"]["children"].values():
+            entry["remote_host"] = entry["remote_port"] = None
+        d.load("r", [2, 7], 8, params)
+        run([p, d], lambda: "r" in d.loaded and "r" in p.sent)
+        assert (d.loaded["r"].error, d.loaded["r"].via) == ("", "a")
+        assert_moved(p, d, [3, 1], [2, 7], 8)
+        with open_registry(server.options()) as registry:
+            assert {each.engine_id for each in registry.engines()} >= {"p/a", "p/b", "d/a"}
+            p.close()
+            assert {each.engine_id for each in registry.engines()} == {"d/a", "d/b"}
+        late = engine("late", two(LOCAL, LOCAL, **shared))
+        late.load("r", [2, 7], 8, params)
+        run([late], lambda: "r" in late.loaded)
+        assert "engine 'p' stands in no entry of the registry" in late.loaded["r"].error

@@ -24,9 +24,11 @@ from kvbridge.handshake import (
     PPAwareHandshake,
     RankPayload,
     check_compatible,
+    engine_factors,
     factors_of,
     fetch_metadata,
     gather_handshake_metadata,
+    hand_over,
 )
 from kvbridge.handshake.messages import (
     MetadataRequest,
@@ -394,3 +396,112 @@ def test_closing_ends_the_thread_and_frees_the_port() -> None:
     server.close()
     assert threading.active_count() == before
     HandshakeServer(port=server.port).close()
+
+
+# --- versions, and who is told what --------------------------------------------------------------
+
+
+def test_an_older_minor_version_is_answered_in_its_own(server: HandshakeServer) -> None:
+    """A peer of 1.0 knows no factors, and sends an envelope without ids; both still talk."""
+    server.set_xfer_handshake_metadata({0: metadata(0, 0)})
+    old = msgspec.msgpack.encode({"type": "metadata?", "wire": [1, 0], "engine_id": None})
+    future = msgspec.msgpack.encode(
+        {"type": "metadata?", "wire": [1, 9], "engine_id": "e", "whatever": {"is": ["new"]}}
+    )
+    context = zmq.Context()
+    try:
+        socket = context.socket(zmq.DEALER)
+        socket.connect(server.address.endpoint)
+        for request, spoken in ((old, (1, 0)), (future, (1, 1))):
+            socket.send(request)
+            assert socket.poll(5000)
+            reply = decode_reply(socket.recv())
+            assert reply is not None
+            assert tuple(reply.wire) == spoken
+    finally:
+        context.destroy(linger=0)
+    envelope = {"wire": [1, 0], "factors": {"model": "m"}, "body": b""}
+    assert decode_factors(msgspec.msgpack.encode(envelope)) == {"model": "m"}
+
+
+def test_a_fact_that_the_older_side_does_not_know_is_no_reason_to_refuse() -> None:
+    ours = factors_of(a_cache(), model="m", transport="local")
+    theirs = {name: value for name, value in ours.items() if name != "draft_layers"}
+    with pytest.raises(IncompatibleError, match="draft_layers"):
+        check_compatible(ours, theirs, peer="p")
+    (found,) = check_compatible(ours, theirs, peer="p", skewed=True)
+    assert (found.field, found.severity) == ("draft_layers", "warning")
+
+
+def test_a_revision_that_one_side_does_not_pin_is_a_warning() -> None:
+    pinned = factors_of(a_cache(), model="m", transport="local", revision="abc")
+    free = factors_of(a_cache(), model="m", transport="local")
+    other = factors_of(a_cache(), model="m", transport="local", revision="def")
+    assert [each.severity for each in check_compatible(pinned, free, peer="p")] == ["warning"]
+    with pytest.raises(IncompatibleError, match="revision is 'abc' here and 'def' there"):
+        check_compatible(pinned, other, peer="p")
+
+
+def test_one_transport_in_common_is_enough() -> None:
+    ours = {"transport": ["nixl", "mooncake"]}
+    assert check_compatible(ours, {"transport": ["mooncake", "ucx"]}, peer="p") == []
+    with pytest.raises(IncompatibleError, match="configure a transport that both engines have"):
+        check_compatible(ours, {"transport": ["ucx"]}, peer="p")
+
+
+def test_factors_of_an_engine_are_the_union_over_its_ranks() -> None:
+    first, second = (
+        factors_of(cache, model="m", transport="local", draft_layers=[1])
+        for cache in (
+            a_cache(),
+            replace(
+                a_cache(),
+                layers=(replace(a_cache().layers[0], layer=1, name="layers.1"),),
+                pp_rank=1,
+            ),
+        )
+    )
+    engine = engine_factors([first, second, first])
+    assert engine["layers"] == [[0, "layers.0"], [1, "layers.1"]]
+    assert engine["draft_layers"] == [1]
+    assert engine["heads"] == first["heads"]
+    with pytest.raises(HandshakeError, match="contradict each other: model is 'm' and 'n'"):
+        engine_factors([first, {**second, "model": "n"}])
+
+
+def test_five_differing_facts_are_all_listed_with_what_to_do() -> None:
+    ours = factors_of(a_cache(), model="llama", transport="nixl", revision="a")
+    theirs = factors_of(
+        a_cache(dtype="bfloat16", heads=2), model="qwen", transport="ucx", revision="b"
+    )
+    theirs["cache_groups"] = [["sliding_window", 1024]]
+    with pytest.raises(IncompatibleError) as caught:
+        check_compatible(ours, theirs, peer="engine 'p'")
+    said = str(caught.value)
+    assert len(caught.value.differences) == 5
+    for words in (
+        "model is 'llama' here and 'qwen' there (serve the same model on both engines)",
+        "revision is 'a' here and 'b' there",
+        "transport is 'nixl' here and 'ucx' there (configure a transport that both engines have)",
+        "dtype is {'kv': 'float16'} here and {'kv': 'bfloat16'} there",
+        "cache_groups is [['attention', None]] here and [['sliding_window', 1024]] there",
+    ):
+        assert words in said
+
+
+class AnyStage(OneStage):
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: Mapping[tuple[int, int], HandshakeMetadata]
+    ) -> None:
+        self.stages = dict(metadata)
+
+
+def test_the_setter_for_stages_is_called_when_there_are_stages_and_only_then() -> None:
+    one, two = {(0, 0): metadata(0, 0)}, {(0, 0): metadata(0, 0), (1, 0): metadata(1, 0)}
+    handshake = AnyStage()
+    hand_over(handshake, one)
+    assert (handshake.taken, hasattr(handshake, "stages")) == ({0: metadata(0, 0)}, False)
+    hand_over(handshake, two)
+    assert handshake.stages == two
+    with pytest.raises(ValueError, match="OneStage"):
+        hand_over(OneStage(), two)
