@@ -267,6 +267,11 @@ class RankAgent:
         self._live.append(transfer)
         return transfer
 
+    def is_busy(self, engine_id: str) -> bool:
+        """Whether a transfer with a remote engine has not ended, or is not quiet."""
+        transfers = {*self._live, *self._transfers.values()}
+        return any(each.session.engine_id == engine_id for each in transfers)
+
     def decline(self, engine_id: str, request_id: str) -> None:
         """Tell a remote engine that this rank needs nothing of a request.
 

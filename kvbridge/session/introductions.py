@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from kvbridge.errors import KVBridgeError
+from kvbridge.errors import HandshakeError, KVBridgeError
 from kvbridge.handshake import Dialer, EngineAddress, MetadataReply
 from kvbridge.session.agent import RankAgent
 from kvbridge.session.session import Session, generation_of
@@ -21,6 +21,8 @@ State = Literal["asking", "joining", "live", "failed"]
 
 FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 30.0
+KNOWN_MAX = 1024
+"""From so many engines on, those that could not be met are forgotten after their pause."""
 
 
 @dataclass(slots=True, eq=False)
@@ -141,21 +143,17 @@ class Introductions:
         while not self._answers.empty():
             introduction, answer = self._answers.get_nowait()
             error = answer.exception()
-            if isinstance(error, KVBridgeError):
-                self._fail(introduction, error)
-            elif error is not None:
-                raise error
-            else:
+            if error is None:
                 self._join(introduction, answer.result())
+            else:
+                self._fail(introduction, _ours(error))
         while not self._joined.empty():
             introduction, joined = self._joined.get_nowait()
             error = joined.exception()
-            if isinstance(error, KVBridgeError):
-                self._fail(introduction, error)
-            elif error is not None:
-                raise error
-            else:
+            if error is None:
                 self._settle(introduction)
+            else:
+                self._fail(introduction, _ours(error))
         changed, self._changed = tuple(self._changed), []
         return changed
 
@@ -201,3 +199,24 @@ class Introductions:
         introduction.state, introduction.error = "failed", error
         _log.warning("engine %s cannot be met: %s", introduction.engine_id, error)
         self._changed.append(introduction)
+        self._forget_the_gone(introduction.engine_id)
+
+    def _forget_the_gone(self, engine_id: str) -> None:
+        """Keep nothing of engines that are gone: in a fleet they come and go for ever."""
+        if engine_id in self._agent.sessions and not self._agent.is_busy(engine_id):
+            self._agent.disconnect(engine_id)
+        if len(self._known) > KNOWN_MAX:
+            now_s = self._clock()
+            self._known = {
+                engine_id: each
+                for engine_id, each in self._known.items()
+                if each.state != "failed" or now_s < each.retry_s
+            }
+
+
+def _ours(error: BaseException) -> KVBridgeError:
+    """Return an error of ours; another one is a fault of this code, and ends no engine's step."""
+    if isinstance(error, KVBridgeError):
+        return error
+    _log.error("meeting an engine failed", exc_info=error)
+    return HandshakeError(f"meeting the engine failed: {type(error).__name__}: {error}")

@@ -148,7 +148,8 @@ def body_of(data: HandshakeMetadata) -> RankPayload:
     ):
         if said != known:
             raise HandshakeError(
-                f"metadata of {what} {known!r} rank {data.rank} carries an envelope of {said!r}"
+                f"metadata of {what} {known!r} rank {data.rank} carries an envelope of {said!r}; "
+                "each rank publishes its own"
             )
     body = decode_body(data.payload)
     announced = (body.cache.engine_id, body.cache.rank)

@@ -222,6 +222,32 @@ def test_b48_after_kill_9_and_restart_the_third_request_succeeds(
         assert (consumer.rank.memory[1] == 2).all()
 
 
+def test_nothing_is_kept_of_an_engine_that_is_gone(
+    consumer: Consumer, producer: MakeProducer
+) -> None:
+    first, server = producer()
+    consumer.meet("p", server.address)
+    server.close()
+    first.agent.close()
+    consumer.introductions.doubt("p")
+    assert consumer.meet("p", server.address).state == "failed"
+    assert not consumer.rank.agent.sessions
+    assert not consumer.rank.topology.remote_engines
+
+
+def test_a_fault_of_ours_fails_the_introduction_and_not_the_step(
+    consumer: Consumer, producer: MakeProducer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, server = producer()
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(consumer.rank.agent, "connect", broken)
+    failed = consumer.meet("p", server.address)
+    assert "meeting the engine failed: ZeroDivisionError: a bug" in str(failed.error)
+
+
 def test_a_rank_that_hangs_while_it_is_joined_holds_up_no_other(
     consumer: Consumer, producer: MakeProducer, tmp_path: Path
 ) -> None:

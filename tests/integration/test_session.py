@@ -229,7 +229,7 @@ def test_a_peer_that_cannot_be_reached_leaves_nothing_behind(rank: MakeRank) -> 
 def test_metadata_that_speaks_of_another_rank_is_refused(rank: MakeRank) -> None:
     producer, consumer = rank("p"), rank("d")
     data = replace(producer.agent.metadata(), engine_id="q")
-    with pytest.raises(HandshakeError, match=r"'q'.*describes engine 'p'"):
+    with pytest.raises(HandshakeError, match=r"'q'.*carries an envelope of 'p'"):
         consumer.agent.connect({(0, 0): data})
     assert_nothing_left(consumer)
 
