@@ -52,6 +52,11 @@ def parse_config(
     for key in given:
         if key not in known:
             raise ConfigError(f"{where}: unknown option {key!r}; {_suggest(str(key), known)}")
+    for field in inspect.type_info(kind).fields:  # type: ignore[attr-defined]
+        nested = getattr(field.type, "cls", None)
+        value = given.get(field.name)
+        if isinstance(nested, type) and issubclass(nested, Config) and isinstance(value, Mapping):
+            given[field.name] = parse_config(nested, value, where=f"{where}, {field.name}")
     try:
         return msgspec.convert(given, kind)
     except (msgspec.ValidationError, ValueError, TypeError) as error:

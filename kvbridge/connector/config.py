@@ -47,7 +47,9 @@ class ConnectorConfig(Config, frozen=True):
         engine_id: Id of the engine, if another one than its own.
         handshake: The control channel.
         lease_s: How long blocks are kept for readers that do not report.
-        timeout_s: How long a load may take, meeting the other engine included.
+        timeout_s: How long a load may take, meeting the other engine included; less than the other
+            engine's lease, since blocks are only kept for so long. Of several connectors, each may
+            use its share of the time.
     """
 
     transport: str = "local"
@@ -57,7 +59,7 @@ class ConnectorConfig(Config, frozen=True):
     engine_id: str | None = None
     handshake: HandshakeConfig = HandshakeConfig()
     lease_s: Positive = 30.0
-    timeout_s: Positive = 60.0
+    timeout_s: Positive = 20.0
 
 
 def connector_configs(values: object) -> dict[str, ConnectorConfig]:
@@ -80,11 +82,25 @@ def connector_configs(values: object) -> dict[str, ConnectorConfig]:
                 "the same on both engines"
             )
         configs[name] = config
+    _check_ports(configs)
     if not configs:
         raise ConfigError(
             "no connector is configured; give at least one, such as {transport: nixl}"
         )
     return configs
+
+
+def _check_ports(configs: Mapping[str, ConnectorConfig]) -> None:
+    """Refuse children that would listen on one port: the default that they share may have one."""
+    owners: dict[tuple[str, int], str] = {}
+    for name, config in configs.items():
+        host, port = config.handshake.host, config.handshake.port
+        first = owners.setdefault((host, port), name)
+        if port and first != name:
+            raise ConfigError(
+                f"connectors {first!r} and {name!r} would both listen on {host} port {port}; give "
+                "each a handshake.port of its own, or 0 for a free one"
+            )
 
 
 def _children(values: object) -> list[Mapping[str, Any]]:
@@ -102,4 +118,13 @@ def _children(values: object) -> list[Mapping[str, Any]]:
     wrong = [each for each in listed if not isinstance(each, Mapping)]
     if wrong:
         raise ConfigError(f"a connector is a mapping of names to values, got {wrong[0]!r:.80}")
-    return [{**shared, **each} for each in listed]
+    return [_merged(shared, each) for each in listed]
+
+
+def _merged(shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a child's keys over the shared ones; of ``handshake``, key by key as well."""
+    merged = {**shared, **own}
+    both = (shared.get("handshake"), own.get("handshake"))
+    if all(isinstance(each, Mapping) for each in both):
+        merged["handshake"] = {**both[0], **both[1]}  # type: ignore[dict-item]
+    return merged

@@ -3,6 +3,8 @@
 import time
 from collections.abc import Callable
 
+import msgspec
+
 from kvbridge.connector.base import Connector
 from kvbridge.connector.bridge import BridgeConnector
 from kvbridge.connector.config import ConnectorConfig, connector_configs
@@ -79,7 +81,9 @@ def _connector(
     made: dict[str, Connector] = {}
     try:
         for name, config in configs.items():
-            made[name] = make(name, config)
+            # One that stalls must leave time for those that stand by.
+            share_s = config.timeout_s / len(configs)
+            made[name] = make(name, msgspec.structs.replace(config, timeout_s=share_s))
     except KVBridgeError:
         for connector in made.values():
             connector.shutdown()

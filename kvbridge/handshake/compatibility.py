@@ -5,7 +5,8 @@ union over its ranks. A comparison is a list of differences, each with both valu
 is and what to do; never a hash, which could not say any of that.
 """
 
-from collections.abc import Iterable, Mapping
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,6 +15,13 @@ from kvbridge.handshake.metadata import Factors
 from kvbridge.model import LayerCache, RankCache
 
 Severity = Literal["error", "warning"]
+
+# Whatever a stranger sent, writing it takes no longer than reading what is written.
+_SHOWN = 120
+_LISTED_MAX = 16
+_LOOKED_AT_MAX = 4096
+_short = reprlib.Repr()
+_short.maxlist = _short.maxdict = _short.maxstring = _short.maxother = _SHOWN
 
 _KV_FAMILY = frozenset({"kv", "k", "v"})
 
@@ -54,7 +62,7 @@ class Difference:
     def __str__(self) -> str:
         """Say it in one line."""
         here, there = _apart(self.local, self.remote)
-        return f"{self.field} is {here} here and {there} there ({self.advice})"
+        return f"{self.field:.{_SHOWN}} is {here} here and {there} there ({self.advice})"
 
 
 def factors_of(
@@ -113,29 +121,34 @@ def engine_factors(ranks: Iterable[Factors]) -> dict[str, Any]:
     Raises:
         HandshakeError: Two ranks contradict each other, or their factors are of no known form.
     """
-    merged: dict[str, Any] = {}
+    found: dict[str, list[Any]] = {}
     for factors in ranks:
         for field, value in factors.items():
-            if field not in merged:
-                merged[field] = value
-            elif merged[field] != value:
-                merged[field] = _union(field, merged[field], value)
-    return merged
+            values = found.setdefault(field, [])
+            if not values or values[-1] != value:
+                values.append(value)
+    return {
+        field: values[0] if len(values) == 1 else _union(field, values)
+        for field, values in found.items()
+    }
 
 
-def _union(field: str, one: Any, other: Any) -> Any:
+def _union(field: str, values: list[Any]) -> Any:
+    one, other = values[:2]
     try:
         if field in {"layers", "draft_layers", "transport"}:
-            return sorted([*one, *_without(other, one)])
+            return sorted({repr(each): each for value in values for each in value}.values())
         if field in LAYERED:
-            return {
-                family: sorted({*one.get(family, ()), *other.get(family, ())})
-                for family in sorted({*one, *other})
-            }
+            families: dict[str, set[Any]] = {}
+            for value in values:
+                for family, entries in value.items():
+                    families.setdefault(family, set()).update(entries)
+            return {family: sorted(families[family]) for family in sorted(families)}
     except (TypeError, AttributeError) as error:
-        raise HandshakeError(f"factor {field!r} is {one!r:.80} and {other!r:.80}") from error
+        raise HandshakeError(f"factor {field!r:.80} is {one!r:.80} and {other!r:.80}") from error
+    here, there = _apart(one, other)
     raise HandshakeError(
-        f"the ranks of one engine contradict each other: {field} is {one!r} and {other!r}; "
+        f"the ranks of one engine contradict each other: {field:.{_SHOWN}} is {here} and {there}; "
         "start all ranks with the same configuration"
     )
 
@@ -160,9 +173,21 @@ def compare(local: Factors, remote: Factors, *, skewed: bool = False) -> list[Di
             continue
         if (field == "revision" and None in {_text(here), _text(there)}) or (skewed and not known):
             severity = "warning"
-        advice = ADVICE.get(field, "run the same version of KVBridge on both engines")
-        differences.append(Difference(field, here, there, severity, advice))
+        differences.append(difference(field, here, there, severity))
     return sorted(differences, key=lambda each: each.severity)
+
+
+def listed(differences: Sequence[Difference]) -> str:
+    """Say the first few in one line, and how many more there are."""
+    more = len(differences) - _LISTED_MAX
+    rest = [f"and {more} more"] if more > 0 else []
+    return "; ".join([*map(str, differences[:_LISTED_MAX]), *rest])
+
+
+def difference(field: str, local: Any, remote: Any, severity: Severity = "error") -> Difference:
+    """Return a difference with the advice that belongs to its field."""
+    advice = ADVICE.get(field, "run the same version of KVBridge on both engines")
+    return Difference(field, local, remote, severity, advice)
 
 
 def _text(value: Any) -> str | None:
@@ -195,18 +220,15 @@ def check_compatible(
     errors = [each for each in found if each.severity == "error"]
     if errors:
         raise IncompatibleError(
-            f"{peer} is incompatible: {'; '.join(map(str, errors))}",
+            f"{peer} is incompatible: {listed(errors)}",
             {each.field: (each.local, each.remote) for each in errors},
         )
     return found
 
 
-_SHOWN = 120
-
-
 def _apart(one: Any, other: Any) -> tuple[str, str]:
     """Write two values; of long lists, or tables, only what they do not share."""
-    here, there = repr(_bare(one)), repr(_bare(other))
+    here, there = _short.repr(_bare(one)), _short.repr(_bare(other))
     if max(len(here), len(there)) <= _SHOWN:
         return here, there
     if isinstance(one, list) and isinstance(other, list):
@@ -215,8 +237,8 @@ def _apart(one: Any, other: Any) -> tuple[str, str]:
         keys = [key for key in {**one, **other} if one.get(key) != other.get(key)]
         parts = {key: (one.get(key), other.get(key)) for key in keys}
         return (
-            repr({key: pair[0] for key, pair in parts.items()})[:_SHOWN],
-            repr({key: pair[1] for key, pair in parts.items()})[:_SHOWN],
+            _short.repr({key: pair[0] for key, pair in parts.items()})[:_SHOWN],
+            _short.repr({key: pair[1] for key, pair in parts.items()})[:_SHOWN],
         )
     return here[:_SHOWN], there[:_SHOWN]
 
@@ -230,10 +252,12 @@ def _bare(value: Any) -> Any:
 
 
 def _excess(one: list[Any], other: list[Any]) -> str:
+    if len(one) + len(other) > _LOOKED_AT_MAX:
+        return f"{len(one)} entries"
     more = _without(one, other)
     if not more:
         return f"{len(one)} entries, none of which the other side lacks"
-    ends = repr(more[0]) if len(more) == 1 else f"{more[0]!r} to {more[-1]!r}"
+    ends = " to ".join(_short.repr(each) for each in (more[:1] + more[1:][-1:]))
     return f"{len(one)} entries, of which the other side lacks {len(more)}: {ends}"[:_SHOWN]
 
 

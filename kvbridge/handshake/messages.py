@@ -1,12 +1,18 @@
 """What engines say to each other: questions and answers of the side channel, and releases."""
 
-from typing import Any
-
 import msgspec
 
 from kvbridge.errors import HandshakeError, IncompatibleError
-from kvbridge.handshake.metadata import HandshakeMetadata
-from kvbridge.handshake.wire import REQUEST_MAX_BYTES, WIRE, common_version, decode
+from kvbridge.handshake.compatibility import difference
+from kvbridge.handshake.metadata import Fact, HandshakeMetadata
+from kvbridge.handshake.wire import (
+    FACTORS_MAX_BYTES,
+    REQUEST_MAX_BYTES,
+    WIRE,
+    common_version,
+    decode,
+    encode,
+)
 from kvbridge.model import Rank
 
 NOTE_MAX_BYTES = 64 << 10
@@ -33,7 +39,7 @@ class MetadataRequest(msgspec.Struct, frozen=True, tag="metadata?"):
     engine_id: str | None = None
     ranks: tuple[Rank, ...] | None = None
     asker: str = ""
-    factors: dict[str, Any] | None = None
+    factors: dict[str, Fact] | None = None
 
 
 class MetadataReply(msgspec.Struct, frozen=True, tag="metadata"):
@@ -55,6 +61,9 @@ class MetadataReply(msgspec.Struct, frozen=True, tag="metadata"):
         return {data.rank: data for data in self.ranks}
 
 
+_NOTHING = msgspec.Raw(encode({}))
+
+
 class RefusalReply(msgspec.Struct, frozen=True, tag="refusal"):
     """Answers that the request cannot be served.
 
@@ -62,12 +71,12 @@ class RefusalReply(msgspec.Struct, frozen=True, tag="refusal"):
         reason: Why, in words.
         not_yet: Whether the same request may be served a little later.
         differences: For each fact that must be equal and is not, its value on the side that was
-            asked, and on the side that asked.
+            asked, and on the side that asked; not decoded yet.
     """
 
     reason: str
     not_yet: bool = False
-    differences: dict[str, tuple[Any, Any]] = {}
+    differences: msgspec.Raw = _NOTHING
 
 
 Reply = MetadataReply | RefusalReply
@@ -101,9 +110,13 @@ def decode_request(data: bytes) -> MetadataRequest:
     """
     try:
         request = decode(data, MetadataRequest, "request", limit=REQUEST_MAX_BYTES)
-    except HandshakeError:
+    except HandshakeError as error:
         # Perhaps a request of another major version: then say so, rather than that it is none.
-        common_version(decode(data, Greeting, "request", limit=REQUEST_MAX_BYTES).wire)
+        try:
+            greeting = decode(data, Greeting, "request", limit=REQUEST_MAX_BYTES)
+        except HandshakeError:
+            raise error from None
+        common_version(greeting.wire)
         raise
     common_version(request.wire)
     return request
@@ -122,9 +135,17 @@ def decode_reply(data: bytes) -> MetadataReply | None:
         return reply
     if reply.not_yet:
         return None
-    if reply.differences:
-        ours = {field: (here, there) for field, (there, here) in reply.differences.items()}
-        raise IncompatibleError(f"the peer refused: {reply.reason}", ours)
+    differences = decode(
+        bytes(reply.differences),
+        dict[str, tuple[Fact, Fact]],
+        "list of differences",
+        limit=2 * FACTORS_MAX_BYTES,
+    )
+    if differences:
+        # The peer says "here" of its own side; whoever reads this is on the other one.
+        ours = {field: (here, there) for field, (there, here) in differences.items()}
+        listed = "; ".join(str(difference(field, *ours[field])) for field in ours)
+        raise IncompatibleError(f"the peer refused, the engines are incompatible: {listed}", ours)
     raise HandshakeError(f"the peer refused: {reply.reason}")
 
 

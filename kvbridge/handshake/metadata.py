@@ -6,7 +6,7 @@ compared, and a *body* that is looked at only once the factors agree.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -14,10 +14,18 @@ from kvbridge.errors import HandshakeError
 from kvbridge.handshake.wire import FACTORS_MAX_BYTES, WIRE, common_version, decode, encode
 from kvbridge.model import Rank, RankCache
 
-Factors = Mapping[str, Any]
-"""Named facts of an engine, plain data; see :mod:`kvbridge.handshake.compatibility`."""
+_Scalar = bool | int | float | str | None
+_Flat = _Scalar | list[_Scalar] | dict[str, _Scalar]
+_Deeper = _Scalar | list[_Flat] | dict[str, _Flat]
+Fact = _Scalar | list[_Deeper] | dict[str, _Deeper]
+"""Plain data that a peer may send as a fact: so deep and no deeper, lest walking it exhaust us."""
 
-Payload = bytes | tuple[bytes | None, ...]
+Factors = Mapping[str, Any]
+"""Named facts of an engine; see :mod:`kvbridge.handshake.compatibility`."""
+
+CHILDREN_MAX = 64
+
+Payload = bytes | Annotated[tuple[bytes | None, ...], msgspec.Meta(max_length=CHILDREN_MAX)]
 """An encoded envelope; of a MultiConnector one for each child, None where a child has none."""
 
 
@@ -113,7 +121,7 @@ def decode_factors(payload: Payload) -> dict[str, Any]:
         HandshakeError: Envelope or factors cannot be read, or it is of another major version.
     """
     raw = bytes(open_envelope(payload).factors)
-    return decode(raw, dict[str, Any], "factors", limit=FACTORS_MAX_BYTES)
+    return decode(raw, dict[str, Fact], "factors", limit=FACTORS_MAX_BYTES)
 
 
 def decode_body(payload: Payload) -> RankPayload:

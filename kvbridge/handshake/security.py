@@ -129,10 +129,10 @@ def _certificates(key_file: str | None, peers_folder: str | None) -> Keys:
     public, private = _certificate(Path(key_file))
     if private is None:
         raise ConfigError(f"key_file {key_file} holds no secret key; name the .key_secret file")
-    try:
-        files = sorted(Path(peers_folder).glob("*.key"))
-    except OSError as error:
-        raise ConfigError(f"peers_folder {peers_folder}: {error.strerror}") from error
+    folder = Path(peers_folder)
+    if not folder.is_dir():
+        raise ConfigError(f"peers_folder {peers_folder} is no folder that can be read")
+    files = sorted(folder.glob("*.key"))
     peers = {file.stem: _certificate(file)[0] for file in files}
     if not peers:
         raise ConfigError(

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import recv_monitor_message
@@ -13,7 +14,7 @@ from zmq.utils.monitor import recv_monitor_message
 from kvbridge.errors import ConfigError, HandshakeError
 from kvbridge.handshake.address import EngineAddress
 from kvbridge.handshake.base import PPAwareHandshake
-from kvbridge.handshake.compatibility import compare, engine_factors
+from kvbridge.handshake.compatibility import compare, engine_factors, listed
 from kvbridge.handshake.messages import (
     MetadataReply,
     MetadataRequest,
@@ -31,12 +32,13 @@ _log = logging.getLogger(__name__)
 _STOP_CHECK_MS = 100
 _GREETING_MS = 10_000
 _REFUSALS_KEPT = 16
-_ANSWERS_WAITING = 4
+_WAITING_MAX = 4
 _FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
+_PROVEN, _ENDED = zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_DISCONNECTED
 
 
 class HandshakeServer(PPAwareHandshake):
@@ -81,12 +83,13 @@ class HandshakeServer(PPAwareHandshake):
         self._generation = 0
         self.refused = 0
         self.unauthenticated = 0
+        self._failed = self._ended_unproven = 0
         self.refusals: deque[str] = deque(maxlen=_REFUSALS_KEPT)
         self._context = zmq.Context()
         self._gate: ThreadAuthenticator | None = None
         try:
             self._socket = self._listening(address, keys)
-            self._monitor = self._socket.get_monitor_socket(_FAILED)
+            self._monitor = self._socket.get_monitor_socket(_FAILED | _PROVEN | _ENDED)
         except BaseException:
             self._shut()
             raise
@@ -101,8 +104,10 @@ class HandshakeServer(PPAwareHandshake):
     def _listening(self, address: EngineAddress, keys: Keys | None) -> Any:
         listener = channel_socket(self._context, zmq.ROUTER, REQUEST_MAX_BYTES)
         listener.setsockopt(zmq.HANDSHAKE_IVL, _GREETING_MS)
-        # Answers to an asker that does not read them are dropped, once a few of them wait.
-        listener.setsockopt(zmq.SNDHWM, _ANSWERS_WAITING)
+        # Answers to an asker that does not read them are dropped, once a few of them wait; and an
+        # asker's requests wait in its own memory.
+        listener.setsockopt(zmq.SNDHWM, _WAITING_MAX)
+        listener.setsockopt(zmq.RCVHWM, _WAITING_MAX)
         if keys is not None:
             known = frozenset(keys.peers.values())
             self._gate = ThreadAuthenticator(self._context)
@@ -178,15 +183,38 @@ class HandshakeServer(PPAwareHandshake):
         while not self._stop.is_set():
             ready = dict(poller.poll(_STOP_CHECK_MS))
             if self._monitor in ready:
-                recv_monitor_message(self._monitor)
-                self.unauthenticated += 1
+                self._follow(recv_monitor_message(self._monitor)["event"])
             if self._socket in ready:
                 frames = self._socket.recv_multipart()
                 # A ROUTER prefixes the sender; a DEALER sends its request as one more frame.
                 if len(frames) != 2:
                     self._refuse(f"a request of {len(frames) - 1} frames came; one was expected")
                     continue
-                self._socket.send_multipart([frames[0], self._answer(frames[1])])
+                try:
+                    answer = self._answer(frames[1])
+                except Exception:  # a fault of ours, which the next asker shall not feel
+                    _log.exception("a handshake request could not be answered")
+                    answer = encode(self._refuse("fault in the engine that was asked; see its log"))
+                self._socket.send_multipart([frames[0], answer])
+
+    def _follow(self, event: int) -> None:
+        """Count strangers, and say so now and then: at 1, 2, 4, 8 of them.
+
+        Some connections that fail say so, and some just end.
+        """
+        self._failed += bool(event & _FAILED)
+        self._ended_unproven += (event == _ENDED) - (event == _PROVEN)
+        strangers = max(self._failed, self._ended_unproven)
+        if strangers <= self.unauthenticated:
+            return
+        self.unauthenticated = strangers
+        if not self.unauthenticated & (self.unauthenticated - 1):
+            _log.warning(
+                "handshake: %d connections to %s so far had not the right secret or keys, or did "
+                "not speak the protocol",
+                self.unauthenticated,
+                self.address,
+            )
 
     def _answer(self, data: bytes) -> bytes:
         with self._lock:
@@ -206,9 +234,8 @@ class HandshakeServer(PPAwareHandshake):
                 if each.severity == "error"
             ]
             if differences:
-                listed = "; ".join(map(str, differences))
                 fields = {each.field: (each.local, each.remote) for each in differences}
-                reason = f"engine {request.asker!r} is incompatible: {listed}"
+                reason = f"engine {request.asker!r:.200} is incompatible: {listed(differences)}"
                 return encode(self._refuse(reason, fields))
         wanted = ranks if request.ranks is None else {rank: ranks[rank] for rank in request.ranks}
         return encode(MetadataReply(generation, tuple(wanted.values()), version))
@@ -219,7 +246,7 @@ class HandshakeServer(PPAwareHandshake):
         self.refused += 1
         self.refusals.append(reason)
         _log.warning("handshake refused: %.2000s", reason)
-        return RefusalReply(reason, differences=differences or {})
+        return RefusalReply(reason, differences=msgspec.Raw(encode(differences or {})))
 
 
 def _check_expectations(request: MetadataRequest, ranks: Mapping[Rank, HandshakeMetadata]) -> None:

@@ -10,9 +10,10 @@ import msgspec
 
 from kvbridge.errors import HandshakeError
 
-MESSAGE_MAX_BYTES = 64 << 20
-REQUEST_MAX_BYTES = 1 << 20
-FACTORS_MAX_BYTES = 256 << 10
+# Small data may become large: an empty table is one byte on the wire and 64 in memory.
+MESSAGE_MAX_BYTES = 16 << 20
+REQUEST_MAX_BYTES = 128 << 10
+FACTORS_MAX_BYTES = 128 << 10
 
 T = TypeVar("T")
 
@@ -74,4 +75,6 @@ def decode(data: bytes, kind: type[T], what: str, *, limit: int = MESSAGE_MAX_BY
     try:
         return msgspec.msgpack.decode(data, type=kind)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise HandshakeError(f"{what} of {len(data)} bytes cannot be read: {error}") from error
+        raise HandshakeError(
+            f"{what} of {len(data)} bytes cannot be read: {error!s:.300}"
+        ) from error

@@ -1,5 +1,6 @@
 """Requests from engine to engine through connectors: one transport, or several as one."""
 
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -309,6 +310,18 @@ def test_a_child_whose_engine_cannot_be_met_is_passed_over(engine: Make) -> None
     assert (d.loaded["r"].error, d.loaded["r"].via) == ("", "b")
     assert_moved(p, d, [3, 1], [2, 7], 8)
     assert p.expired == {"r"}  # nobody could tell child "a"
+
+
+def test_a_first_child_that_stalls_leaves_time_for_the_next(engine: Make, tmp_path: Path) -> None:
+    p = engine("p", two(LOCAL, LOCAL, lease_s=60))
+    d = engine("d", two(LOCAL, LOCAL, timeout_s=4, handshake={"timeout_s": 30}))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        params = p.prefill("r", [3, 1], 8)
+        params["kvbridge"]["children"]["a"]["remote_port"] = silent.getsockname()[1]
+        d.load("r", [2, 7], 8, params)
+        run([p, d], lambda: "r" in d.loaded)
+    assert (d.loaded["r"].error, d.loaded["r"].via) == ("", "b")
+    assert_moved(p, d, [3, 1], [2, 7], 8)
 
 
 def test_a_full_local_hit_frees_every_child_at_once(engine: Make) -> None:

@@ -130,7 +130,7 @@ def test_if_every_transport_fails_the_reasons_are_one_line(
         (["--option", "slice_bytes=many"], "option 'slice_bytes' is 'many': expected int"),
         (["--prompt-file", "/nowhere/at/all"], "No such file"),
         (["--prompt-file", "/dev/null"], "the prompt has 0 bytes"),
-        (["--port", "70000"], "option 'handshake.port' is 70000"),
+        (["--port", "70000"], "option 'port' is 70000"),
         (["--timeout", "-1"], "timeout -1"),
         (["--no-such-option"], "--no-such-option"),
     ],

@@ -152,6 +152,14 @@ def test_b66_a_child_that_lacks_a_hook_is_refused_with_the_hooks_name() -> None:
         ([{"transprot": "nixl"}], "did you mean 'transport'"),
         ([{"lease_s": 0}], "lease_s"),
         ({"connectors": [{"name": "a"}], "timeuot_s": 1}, "did you mean 'timeout_s'"),
+        (
+            {"handshake": {"secret_flie": "x"}},
+            r"connectors\[0\], handshake: unknown option 'secret_flie'; did you mean 'secret_file'",
+        ),
+        (
+            {"connectors": [{"name": "a"}, {"name": "b"}], "handshake": {"port": 5600}},
+            "connectors 'a' and 'b' would both listen on 127.0.0.1 port 5600",
+        ),
     ],
     ids=str,
 )
@@ -166,6 +174,14 @@ def test_what_stands_beside_the_children_is_their_default() -> None:
     )
     assert {name: config.lease_s for name, config in configs.items()} == {"nixl": 5, "b": 7}
     assert list(connector_configs({"transport": "nixl"})) == ["nixl"]
+    ports = connector_configs(
+        {
+            "connectors": [{"name": "a", "handshake": {"port": 1}}, {"name": "b"}],
+            "handshake": {"timeout_s": 3},
+        }
+    )
+    handshakes = [(each.handshake.port, each.handshake.timeout_s) for each in ports.values()]
+    assert handshakes == [(1, 3), (0, 3)]
 
 
 # --- handshake -----------------------------------------------------------------------------------
