@@ -95,7 +95,7 @@ def test_b42_an_engine_that_has_registered_nothing_yet_is_asked_again(engine: Ma
 
 def test_b56_peers_that_take_their_time_stop_no_step(engine: Make, silent: int) -> None:
     """Three silent peers, a request to each and another to one of them; and one to a known peer."""
-    p, d = engine("p", LOCAL), engine("d", {**LOCAL, "handshake": {"timeout_s": 2.0}})
+    p, d = engine("p", LOCAL), engine("d", {**LOCAL, "handshake": {"timeout_s": 6.0}})
     d.load("known", [2], 4, p.prefill("known", [5], 4))
     run([p, d], lambda: "known" in d.loaded)
     for i in range(3):
@@ -112,8 +112,8 @@ def test_b56_peers_that_take_their_time_stop_no_step(engine: Make, silent: int) 
         if "r" in d.loaded:
             known_s = min(known_s, time.monotonic() - started_s)
     assert d.loaded["r"].ok
-    assert known_s < 1.5, "a request to a known peer waited for the others"
-    assert longest_s < 0.5, "a step waited for a peer"
+    assert known_s < 5, "a request to a known peer waited for the others"
+    assert longest_s < 3, "a step waited for a peer"
     introductions = d.workers[0, 0].worker_half._introductions  # type: ignore[attr-defined]
     assert sorted(introductions._known) == ["p", "slow-0", "slow-1", "slow-2"]
 
