@@ -52,6 +52,7 @@ class Hub:
         self.data_ports: frozenset[int] = frozenset()
         self._agent, self._token = agent, token
         self._channels: set[Channel] = set()
+        self._lock = threading.Lock()  # held to change them: several threads may connect at once
         self._incoming: set[_Incoming] = set()
         self._listener = socket.create_server((address, 0), backlog=1024)
         self.port: int = self._listener.getsockname()[1]
@@ -72,7 +73,8 @@ class Hub:
         """
         sock = dial(card, self._agent, deadline)
         channel = Channel(card.agent, self._loop, sock, on_change)
-        self._channels = {other for other in self._channels if not other.lost} | {channel}
+        with self._lock:
+            self._channels = {other for other in self._channels if not other.lost} | {channel}
         return channel
 
     def stop(self, timeout_s: float) -> None:

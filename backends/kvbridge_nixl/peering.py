@@ -1,8 +1,8 @@
 """Finding out whether a peer answers, and what carries the bytes to it."""
 
 import logging
-import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,13 +44,13 @@ def meet(
     before = _sent_by_tcp()
     greeting = Job("read", connection, NOTHING, NOTHING, served=True)
     _run(worker, greeting, theirs, deadline)
-    greeted = _sent_by_tcp() - before
+    greeted = _most_since(before)
     tries = []
     for _ in range(LANE_TRIES):
         before = _sent_by_tcp()
         probe = Job("write", connection, landing_at(ours.landing), landing_at(theirs.landing))
         _run(worker, probe, theirs, deadline)
-        tries.append(_sent_by_tcp() - before)
+        tries.append(_most_since(before))
     if min(tries) >= LANDING_BYTES:
         return "tcp"
     if is_rdma(ours.device):  # UCX then has no TCP at all
@@ -59,12 +59,20 @@ def meet(
     return "cma" if greeted > 0 and ours.kernel == theirs.kernel else "unknown"
 
 
-def _sent_by_tcp() -> float:
+def _sent_by_tcp() -> dict[int, int]:
     try:
         return tcp_nbytes_sent()
     except OSError as error:
         logger.debug("cannot tell what carries the bytes: %s", error)
-        return math.nan  # which makes the lane unknown
+        return {}  # which makes the lane unknown
+
+
+def _most_since(before: Mapping[int, int]) -> int:
+    """Return the most bytes that one TCP socket has sent; peers that are added meanwhile send too.
+
+    A sum would be wrong in both directions: it falls when a socket is closed.
+    """
+    return max((sent - before.get(inode, 0) for inode, sent in _sent_by_tcp().items()), default=0)
 
 
 def _run(worker: Worker, job: Job, card: AgentCard, deadline: float) -> None:

@@ -35,7 +35,7 @@ DEFAULTS = {
     "CMA_TX_QUOTA": "8",
     **{
         name: UCX_VARIABLES[f"UCX_{name}"]
-        for name in ("TCP_TX_SEG_SIZE", "TCP_RX_SEG_SIZE", "WARN_UNUSED_ENV_VARS")
+        for name in ("TCP_TX_SEG_SIZE", "TCP_RX_SEG_SIZE", "TCP_CONN_NB", "WARN_UNUSED_ENV_VARS")
     },
 }
 

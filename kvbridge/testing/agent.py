@@ -1,5 +1,6 @@
 """One agent: a transport, and what its polls have returned so far. Lives in its own process."""
 
+import itertools
 import os
 import time
 import warnings
@@ -67,6 +68,7 @@ class Agent:
         self._poller = Poller(transport)
         self._handles: dict[int, Handle] = {}
         self._peers: dict[int, Peer] = {}
+        self._peer_numbers = itertools.count(1)
         self._polls = False
         self._trouble: Exception | None = None
 
@@ -98,14 +100,14 @@ class Agent:
         return self._transport.agent_info()
 
     def add_peer(self, info: bytes, regions: Sequence[Region], timeout_s: float) -> Meeting:
-        """Add a peer; the only call that runs in a thread of its own."""
+        """Add a peer; may run in several threads at once."""
         peer = self._transport.add_peer(info, regions, timeout_s=timeout_s)
-        number = len(self._peers) + 1
+        number = next(self._peer_numbers)
         self._peers[number] = peer
         return Meeting(number, peer.agent, peer.path, peer.capabilities, peer.table.regions)
 
     def drop_peer(self, peer: int) -> None:
-        """Drop a peer."""
+        """Drop a peer; may run in several threads at once."""
         self._transport.drop_peer(self._peers[peer])
 
     def submit(

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from multiprocessing import Pipe
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -23,6 +24,7 @@ from kvbridge.testing.violations import RuleViolationError
 
 START_S = 60.0
 GRACE_S = 10.0  # for what is bounded on the other side anyway
+KILL_S = 60.0
 
 
 class Resources(dict[str, int]):
@@ -116,12 +118,18 @@ class AgentProcess:
         return number
 
     def start(self, agent: int, method: str, *args: Any, **more: Any) -> Pending:
-        """Tell an agent to do something, without waiting."""
-        call = Call(next(self._ids), agent, method, args, more)
+        """Tell an agent to do something as its next step, without waiting."""
+        return self._send(Call(next(self._ids), agent, method, args, more))
+
+    def start_aside(self, agent: int, method: str, *args: Any) -> Pending:
+        """Tell an agent to do something beside its steps, without waiting."""
+        return self._send(Call(next(self._ids), agent, method, args, aside=True))
+
+    def _send(self, call: Call) -> Pending:
         try:
             self._pipe.send(call)
         except OSError:
-            self._complain(f"transport call {method!r}")
+            self._complain(f"transport call {call.method!r}")
         return Pending(self, call)
 
     def answer(self, call: int, timeout_s: float, what: str) -> Answer:
@@ -174,7 +182,13 @@ class AgentProcess:
         """End it the hard way: nothing is cleaned up."""
         self.dead = True
         self._process.kill()
-        self._process.wait()
+        try:
+            self._process.wait(KILL_S)
+        except subprocess.TimeoutExpired:
+            raise RuleViolationError(
+                f"process {self.pid} was killed and is still there after {KILL_S:g} s: "
+                f"{_whereabouts(self.pid)}"
+            ) from None
 
     def exit(self) -> int:
         """Let the interpreter end in the ordinary way, with whatever is still open.
@@ -198,6 +212,17 @@ class AgentProcess:
         if self._process.poll() is None:
             self.kill()
         self._pipe.close()
+
+
+def _whereabouts(pid: int) -> str:
+    """Say what the kernel knows of a process that does not end."""
+    said = []
+    for name in ("status", "wchan", "stack"):
+        with contextlib.suppress(OSError):
+            text = Path(f"/proc/{pid}/{name}").read_text(errors="replace")
+            lines = text.splitlines()
+            said += [line for line in lines if name != "status" or line.startswith("State")]
+    return "; ".join(said) or "nothing is known of it"
 
 
 def how_ended(code: int | None) -> str:

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,6 +37,18 @@ class RemotePeer:
     path: Path
     capabilities: Capabilities
     regions: tuple[Region, ...]
+
+
+class Adding(NamedTuple):
+    """A peer that is being added; ``result`` is the peer."""
+
+    pending: Pending
+    owner: "RemoteAgent"
+
+    def result(self, timeout_s: float) -> RemotePeer:
+        """Wait for the peer, or raise what ``add_peer`` raised."""
+        met: Meeting = self.pending.result(timeout_s)
+        return RemotePeer(met.id, self.owner, met.agent, met.path, met.capabilities, met.regions)
 
 
 class RemoteAgent:
@@ -113,14 +125,23 @@ class RemoteAgent:
     ) -> RemotePeer:
         """Add a peer with whatever is said of it."""
         limit_s = self.patience_s if timeout_s is None else timeout_s
-        met: Meeting = self.start("add_peer", info, tuple(regions), limit_s).result(
-            limit_s + GRACE_S
-        )
-        return RemotePeer(met.id, owner, met.agent, met.path, met.capabilities, met.regions)
+        adding = self.start_adding(owner, info, regions, timeout_s=limit_s)
+        return adding.result(limit_s + GRACE_S)
+
+    def start_adding(
+        self, owner: "RemoteAgent", info: bytes, regions: Sequence[Region], *, timeout_s: float
+    ) -> Adding:
+        """Add a peer beside all other calls, without waiting for it."""
+        args = (info, tuple(regions), timeout_s)
+        return Adding(self.process.start_aside(self._id, "add_peer", *args), owner)
 
     def drop_peer(self, peer: RemotePeer) -> None:
         """Drop a peer."""
         self.call("drop_peer", peer.id)
+
+    def start_dropping(self, peer: RemotePeer) -> Pending:
+        """Drop a peer beside all other calls, without waiting for it."""
+        return self.process.start_aside(self._id, "drop_peer", peer.id)
 
     def submit(
         self, op: Op, peer: RemotePeer, local: Pieces, remote: Pieces, notification: bytes = b""

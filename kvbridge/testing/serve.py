@@ -1,6 +1,7 @@
 """What happens in an agent's process: it does what the suite says, and answers.
 
-Each agent has two threads, as the contract foresees: one for its steps, one that adds peers.
+Each agent has the threads that the contract foresees: one for its steps, and several that add
+peers, and drop them, at the same time.
 """
 
 import gc
@@ -21,17 +22,28 @@ from kvbridge.testing.violations import RuleViolationError
 
 IDLE_S = 0.001
 JOIN_S = 5.0
+PEERING_THREADS = 8
 PROCESS = 0  # stands for the process itself, where otherwise the number of an agent is
 
 
 class Call(NamedTuple):
-    """Something to be done by an agent."""
+    """Something to be done by an agent.
+
+    Attributes:
+        id: Number of the call.
+        agent: Number of the agent.
+        method: What it is to do.
+        args: Positional arguments.
+        more: Others.
+        aside: Whether it is done at once beside everything else, and not as the next step.
+    """
 
     id: int
     agent: int
     method: str
     args: tuple[Any, ...] = ()
     more: Mapping[str, Any] = {}
+    aside: bool = False
 
 
 class Answer(NamedTuple):
@@ -66,26 +78,26 @@ def answer(call: Call, function: Callable[..., Any]) -> Answer:
 
 
 class _Actor:
-    """An agent with its two threads."""
+    """An agent with its threads."""
 
     def __init__(self, agent: Agent, reply: Callable[[Answer], None]) -> None:
         self._agent = agent
         self._reply = reply
         self._steps: queue.SimpleQueue[Call] = queue.SimpleQueue()
-        self._peerings: queue.SimpleQueue[Call] = queue.SimpleQueue()
-        targets = (self._step, self._add_peers)
+        self._asides: queue.SimpleQueue[Call] = queue.SimpleQueue()
+        targets = (self._step, *[self._do_asides] * PEERING_THREADS)
         self._threads = [threading.Thread(target=target, daemon=True) for target in targets]
         for thread in self._threads:
             thread.start()
 
     def stop(self) -> None:
-        for calls in (self._steps, self._peerings):
+        for calls in (self._steps, *[self._asides] * PEERING_THREADS):
             calls.put(Call(0, 0, "stop"))
         for thread in self._threads:
             thread.join(JOIN_S)
 
     def take(self, call: Call) -> None:
-        (self._peerings if call.method == "add_peer" else self._steps).put(call)
+        (self._asides if call.aside else self._steps).put(call)
 
     def _step(self) -> None:
         while True:
@@ -98,9 +110,9 @@ class _Actor:
                 return
             self._reply(answer(call, getattr(self._agent, call.method)))
 
-    def _add_peers(self) -> None:
-        while (call := self._peerings.get()).method != "stop":
-            self._reply(answer(call, self._agent.add_peer))
+    def _do_asides(self) -> None:
+        while (call := self._asides.get()).method != "stop":
+            self._reply(answer(call, getattr(self._agent, call.method)))
 
 
 def serve(pipe: Connection, source: TransportSource, memory_descriptor: int) -> None:

@@ -122,10 +122,11 @@ class Transport(ABC):
        handle that nobody waits for any more.
     6. :meth:`drop_peer`, :meth:`unregister`, :meth:`close`.
 
-    Threads: ``add_peer`` may block and is called from a thread of its own while another thread
-    submits and polls; a driver serialises what its library cannot do at once. All other calls
-    come from one thread at a time. No call is made from a forked child: :meth:`check_process`
-    refuses that.
+    Threads: ``add_peer`` may block. It is called from threads of its own, several at once, while
+    another thread submits and polls; ``drop_peer`` may come from any of these threads, too. A
+    driver serialises what its library cannot do at once, but never the waiting: a peer that does
+    not answer holds up no other. All other calls come from one thread at a time. No call is made
+    from a forked child: :meth:`check_process` refuses that.
 
     Most of this is the same for all: :class:`~kvbridge.transport.Driver` does it, and leaves to be
     written what is a driver's own.
@@ -198,6 +199,8 @@ class Transport(ABC):
     @abstractmethod
     def add_peer(self, agent_info: bytes, regions: Sequence[Region], *, timeout_s: float) -> Peer:
         """Connect to a peer. May block up to ``timeout_s``: never on an engine's step thread.
+
+        Several threads may do so at once, even with the same peer.
 
         Args:
             agent_info: What the peer's :meth:`agent_info` returned.

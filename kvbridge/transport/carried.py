@@ -11,28 +11,35 @@ _CLOSED = {errno.EBADF, errno.ENOENT}
 _NO_TCP = {errno.ENOPROTOOPT, errno.ENOTSOCK, errno.EOPNOTSUPP}
 
 
-def tcp_nbytes_sent() -> int:
-    """Return how many bytes this process has sent over the TCP sockets that it has open.
+def tcp_nbytes_sent() -> dict[int, int]:
+    """Return how many bytes this process has sent over each TCP socket that it has open.
 
     Only what the other side has acknowledged; by the time it answers, that is all. Whoever opened
-    a socket, it counts, so the number may grow by more than what was sent on purpose.
+    a socket, it is there: compare socket by socket, for others come, go and send meanwhile.
+
+    Returns:
+        The bytes by the inode of the socket, which may have several descriptors.
 
     Raises:
         OSError: The kernel does not tell.
     """
-    return sum(_sent(int(entry.name)) for entry in Path("/proc/self/fd").iterdir())
+    sent = {}
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            if entry.readlink().name.startswith("socket:"):
+                inode, nbytes = _sent(int(entry.name))
+                sent[inode] = nbytes
+        except OSError as error:
+            if error.errno not in _CLOSED | _NO_TCP:
+                raise
+    return sent
 
 
-def _sent(descriptor: int) -> int:
-    try:
-        if not os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:"):  # noqa: PTH115
-            return 0
-        with socket.socket(fileno=os.dup(descriptor)) as copy:
-            info = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_ACKED.size)
-    except OSError as error:
-        if error.errno in _CLOSED | _NO_TCP:
-            return 0
-        raise
+def _sent(descriptor: int) -> tuple[int, int]:
+    # Asked of one copy: the descriptor's number may mean another socket from one call to the next.
+    with socket.socket(fileno=os.dup(descriptor)) as copy:
+        inode = os.fstat(copy.fileno()).st_ino
+        info = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_ACKED.size)
     if len(info) < _BYTES_ACKED.size:
         raise OSError(errno.ENOSYS, "the kernel does not count the bytes of a TCP socket")
-    return int(_BYTES_ACKED.unpack(info)[0])
+    return inode, int(_BYTES_ACKED.unpack(info)[0])

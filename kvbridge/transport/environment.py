@@ -23,6 +23,9 @@ UCX_VARIABLES = {
     # The default of 8 KiB halves the speed of reads over TCP.
     "UCX_TCP_TX_SEG_SIZE": "64k",
     "UCX_TCP_RX_SEG_SIZE": "64k",
+    # By default UCX waits in connect(): two minutes for a host that has vanished, and everything
+    # else that the agent does, with whomever, waits behind it.
+    "UCX_TCP_CONN_NB": "y",
     # UCX would warn about variables that are meant for another copy of it.
     "UCX_WARN_UNUSED_ENV_VARS": "n",
     # By default UCX takes the signals of a crash, and SIGHUP, away from whoever handles them.

@@ -114,6 +114,63 @@ class AsksTheStoppedOnce(CapabilityMutant):
         return super().submit(op, peer, local, remote, notification)
 
 
+class AddsOneAfterTheOther(Mutant):
+    """A lock is held while a peer is waited for, so a silent one holds up all others."""
+
+    killed_by = "CONC-06"
+    says = "'add_peer' did not return within"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._adding = threading.Lock()
+
+    def add_peer(self, agent_info: bytes, regions: Sequence[Region], *, timeout_s: float) -> Peer:
+        with self._adding:
+            return super().add_peer(agent_info, regions, timeout_s=timeout_s)
+
+
+class DropsWhenAllAreAdded(Mutant):
+    """A peer is not dropped before all that are being added have answered."""
+
+    killed_by = "CONC-06"
+    says = "'drop_peer' did not return within"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._adding: set[threading.Thread] = set()
+
+    def add_peer(self, agent_info: bytes, regions: Sequence[Region], *, timeout_s: float) -> Peer:
+        self._adding.add(threading.current_thread())
+        try:
+            return super().add_peer(agent_info, regions, timeout_s=timeout_s)
+        finally:
+            self._adding.discard(threading.current_thread())
+
+    def drop_peer(self, peer: Peer) -> None:
+        while self._adding:
+            time.sleep(0.001)
+        super().drop_peer(peer)
+
+
+class LooksForItsLaneInTheCrowd(Mutant):
+    """What carries the bytes is told from what happens meanwhile, whoever it is that does it."""
+
+    killed_by = "CONC-06"
+    says = "path of a peer"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._adding = 0
+
+    def add_peer(self, agent_info: bytes, regions: Sequence[Region], *, timeout_s: float) -> Peer:
+        self._adding += 1
+        peer = super().add_peer(agent_info, regions, timeout_s=timeout_s)
+        if self._adding > 1:
+            object.__setattr__(peer, "path", "tcp")
+        self._adding -= 1
+        return peer
+
+
 class ForgetsWhatAGoodbyeEnds(Mutant):
     """Operations with an owner that closes, and does not die, are never reported."""
 

@@ -1,12 +1,24 @@
 """CONC: many things at once."""
 
+import signal
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+from kvbridge.errors import PeerLostError
 from kvbridge.testing.bench import MIB, Bench
 from kvbridge.testing.memory import pattern
+from kvbridge.testing.process import GRACE_S
+from kvbridge.testing.remote import RemoteAgent, RemotePeer
 from kvbridge.testing.rules import rule
-from kvbridge.testing.violations import expect, expect_bytes
+from kvbridge.testing.suite.peering import use
+from kvbridge.testing.violations import expect, expect_at_most, expect_bytes, expect_equal
 from kvbridge.transport import State
 
 BOTH = ("processes", "threads")
+
+# How long a silent peer is waited for, and how long all others may take meanwhile.
+SILENT_S, OTHERS_S = 10.0, 5.0
 
 
 class ConcurrencyRules:
@@ -110,12 +122,12 @@ class ConcurrencyRules:
         peer, there = agent.add_peer(owner), bench.there
         info = there.agent_info()
         for _ in range(bench.rounds(20, 20)):
-            adding = agent.start("add_peer", info, there.registered, bench.harness.patience_s)
+            limit_s = bench.harness.patience_s
+            adding = agent.start_adding(there, info, there.registered, timeout_s=limit_s)
             for op in bench.declared_ops():
                 bench.move(op, [(0, 100_000)], [(0, 100_000)], agent=agent, peer=peer)
             agent.call("poll_for", 0.002)
-            met = adding.result(bench.harness.patience_s + 10)
-            agent.call("drop_peer", met.id)
+            agent.drop_peer(adding.result(limit_s + GRACE_S))
 
     @rule(
         "CONC-05",
@@ -133,3 +145,53 @@ class ConcurrencyRules:
         expect(took < 0.05, f"the median poll took {took:.3f} s, may take 0.05 at most")
         for handle in handles:
             expect(here.wait(handle).state is State.DONE, "an operation failed under polling")
+
+    @rule(
+        "CONC-06",
+        "Several peers may be added at once, and dropped beside that; one that does not answer "
+        "holds up no other.",
+        tiers=("quick", "full"),
+    )
+    def test_peering_at_once(self, bench: Bench) -> None:
+        agent, silent = bench.agent(), bench.agent()
+        others = [bench.agent(), bench.agent(), bench.there]
+        standing = agent.add_peer(bench.there)
+        info = silent.agent_info()
+        silent.process.signal(signal.SIGSTOP)
+        try:
+            adding = agent.start_adding(silent, info, silent.registered, timeout_s=SILENT_S)
+            # The first round is the first that the agent hears of most of them.
+            for _ in range(bench.rounds(3, 30)):
+                check_peering_at_once(bench, agent, others, standing)
+            took = agent.call("poll_for", 0.3)
+        finally:
+            silent.process.signal(signal.SIGCONT)
+        expect(took < 0.1, f"a poll took {took:.3f} s beside an add_peer; it must not wait")
+        with suppress(PeerLostError):  # it may be given up, if only it can be added again
+            agent.drop_peer(adding.result(SILENT_S + GRACE_S))
+        check_peering_at_once(bench, agent, [*others, silent], standing)
+
+
+def check_peering_at_once(
+    bench: Bench, agent: RemoteAgent, owners: Sequence[RemoteAgent], standing: RemotePeer
+) -> None:
+    """Add all owners, each of them twice, use them, and drop them; use another one meanwhile."""
+    infos = [(owner, owner.agent_info()) for owner in owners] * 2
+    start = time.monotonic()
+    adding = [
+        agent.start_adding(owner, info, owner.registered, timeout_s=OTHERS_S)
+        for owner, info in infos
+    ]
+    use(bench, agent, standing)
+    added = [one.result(OTHERS_S) for one in adding]
+    for peer in added:
+        use(bench, agent, peer)
+    dropping = [agent.start_dropping(peer) for peer in added]
+    use(bench, agent, standing)
+    for one in dropping:
+        one.result(OTHERS_S)
+    expect_at_most("seconds of adding and dropping peers", time.monotonic() - start, OTHERS_S)
+    for peer in added:
+        again = agent.add_peer(peer.owner)
+        expect_equal("path of a peer that was added beside others", peer.path, again.path)
+        agent.drop_peer(again)

@@ -1,5 +1,6 @@
 """A transport that goes wrong on purpose, and only in the ways that it was told."""
 
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -71,6 +72,7 @@ class FaultyTransport(TransportWrapper):
         super().__init__(inner)
         self._clock, self._sleep = clock, sleep
         self._take_dice(Faults())
+        self._lock = threading.Lock()  # guards all that follows: drop_peer comes from any thread
         self._hits: dict[Handle, _Hit] = {}  # by the handle inside, until it has ended there
         self._pins: dict[Handle, frozenset[Region]] = {}
         self._dropped: list[Finished] = []
@@ -121,16 +123,18 @@ class FaultyTransport(TransportWrapper):
         except TransportError:
             self.memory.unpin(pinned)
             raise
-        self._hits[inside] = _Hit(handle, fault)
-        self._pins[handle] = pinned
+        with self._lock:
+            self._hits[inside] = _Hit(handle, fault)
+            self._pins[handle] = pinned
         return handle
 
     def poll(self) -> Poll:
         finished, notifications = self.inner.poll()
         now_s = self._clock()
-        ended = self._finished.through([self._outcome(end) for end in finished], now_s)
-        for end in ended:
-            self.memory.unpin(self._pins.pop(end.handle, ()))
+        with self._lock:
+            ended = self._finished.through([self._outcome(end) for end in finished], now_s)
+            for end in ended:
+                self.memory.unpin(self._pins.pop(end.handle, ()))
         heard = self._notifications.through(
             [(n, self._notification_dice.throw()) for n in notifications], now_s
         )
@@ -174,13 +178,14 @@ class FaultyTransport(TransportWrapper):
 
     def _give_up(self, why: str, peer: Peer | None = None) -> None:
         """End the dropped operations (of one peer), those that have not ended inside as well."""
-        for inside, hit in self._hits.items():
-            if hit.fault.what == "drop" and peer in (None, inside.peer):
-                self._hits[inside] = hit._replace(fault=Fault(what="fail"))
-        for end in self._dropped:
-            if peer in (None, end.handle.peer):
-                self._finished.add_due(Finished(end.handle, State.FAILED, why))
-        self._dropped = [e for e in self._dropped if peer not in (None, e.handle.peer)]
+        with self._lock:
+            for inside, hit in self._hits.items():
+                if hit.fault.what == "drop" and peer in (None, inside.peer):
+                    self._hits[inside] = hit._replace(fault=Fault(what="fail"))
+            for end in self._dropped:
+                if peer in (None, end.handle.peer):
+                    self._finished.add_due(Finished(end.handle, State.FAILED, why))
+            self._dropped = [e for e in self._dropped if peer not in (None, e.handle.peer)]
 
 
 def _moved(local: Descriptors, remote: Descriptors, peer: Peer) -> tuple[Descriptors, Descriptors]:

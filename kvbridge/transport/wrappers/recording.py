@@ -1,5 +1,6 @@
 """A transport that remembers what it was asked for, and what became of it."""
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -100,6 +101,7 @@ class RecordingTransport(TransportWrapper):
         self._records_max = RecordingConfig().records_max
         self._pending: dict[Handle, Record] = {}
         self._ended: deque[Record] = deque()
+        self._lock = threading.Lock()  # peers are added and dropped in threads of their own
         self.forgotten = 0
 
     def open(self, config: Mapping[str, Any] | TransportConfig | None = None) -> None:
@@ -185,11 +187,11 @@ class RecordingTransport(TransportWrapper):
 
     def _end(self, record: Record, state: State, reason: str = "") -> None:
         seconds = self._clock() - record.started_s
-        # add_peer comes from a thread of its own; appending to a deque is safe from any.
-        self._ended.append(replace(record, state=state, reason=reason, seconds=seconds))
-        while len(self._ended) > self._records_max:
-            self._ended.popleft()
-            self.forgotten += 1
+        with self._lock:
+            self._ended.append(replace(record, state=state, reason=reason, seconds=seconds))
+            while len(self._ended) > self._records_max:
+                self._ended.popleft()
+                self.forgotten += 1
 
 
 def _total(event: Event, peer: str, records: Sequence[Record]) -> Total:
