@@ -12,13 +12,15 @@ DEBIAN_PACKAGES := libibverbs1 libnuma1 libcurl4 redis-server etcd-server
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
 MUTANTS_ARGS ?=
+FUZZ_ARGS ?=
 
 # Stamps live inside the environment, so removing it removes them.
 CORE := $(VENV)/.installed-core
 ALL := $(VENV)/.installed-all
+FUZZ := $(VENV)/.installed-fuzz
 
 .DELETE_ON_ERROR:
-.PHONY: demo test test-full soak mutants lint types docs wheel-check bench clean debian-packages
+.PHONY: demo test test-full soak mutants fuzz lint types docs wheel-check bench clean debian-packages
 
 demo: $(CORE)
 	$(BIN)/kvbridge demo $(DEMO_ARGS)
@@ -55,6 +57,10 @@ wheel-check: $(ALL)
 bench: $(ALL)
 	@set -e; for script in $(filter-out benchmarks/gpu_check.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script; done
 
+# Changes real messages, guided by coverage, and feeds them to all that reads others' messages.
+fuzz: $(FUZZ)
+	$(BIN)/python -m tests.fuzz $(FUZZ_ARGS)
+
 clean:
 	rm -rf $(VENV) build dist docs/_build .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
@@ -74,4 +80,8 @@ $(CORE): pyproject.toml $(CONSTRAINTS) | $(BIN)/pip
 $(ALL): $(CORE)
 	$(PIP_INSTALL) --editable ".[testing,docs,dev,plot,torch,mooncake,ucx,redis,etcd]"
 	$(PIP_INSTALL) --no-deps nixl-cu12
+	@touch $@
+
+$(FUZZ): $(ALL)
+	$(PIP_INSTALL) --editable ".[fuzz]"
 	@touch $@

@@ -257,7 +257,7 @@ class Dialer:
                     end.result()
                     return None
                 heard.what = "nothing but 'not yet'"
-                return decode_reply(answer.result())
+                return _from_whom_was_asked(call, decode_reply(answer.result()))
             finally:
                 answer.cancel()
                 end.cancel()
@@ -311,6 +311,18 @@ class Dialer:
             f"{call.whom} hangs up on every greeting: it expects a secret or keys, which this "
             "engine does not have, or it is no handshake port"
         )
+
+
+def _from_whom_was_asked(call: _Call, reply: MetadataReply | None) -> MetadataReply | None:
+    """Refuse what an engine says of another one: it could take that one's place."""
+    expected = call.request.engine_id
+    others = {data.engine_id for data in reply.ranks} - {expected} if reply is not None else set()
+    if expected is not None and others:
+        raise HandshakeError(
+            f"engine {expected!r} was asked, but {call.whom} answers for {sorted(others)!r:.200}; "
+            "the address belongs to another engine"
+        )
+    return reply
 
 
 @dataclass(slots=True)

@@ -132,6 +132,8 @@ def decode_reply(data: bytes) -> MetadataReply | None:
     reply: Reply = decode(data, Reply, "reply")  # type: ignore[arg-type]
     if isinstance(reply, MetadataReply):
         common_version(reply.wire)
+        if not reply.ranks:
+            raise HandshakeError("the peer answered with no ranks at all")
         return reply
     if reply.not_yet:
         return None

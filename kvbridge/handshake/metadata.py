@@ -23,7 +23,7 @@ Fact = _Scalar | list[_Deeper] | dict[str, _Deeper]
 Factors = Mapping[str, Any]
 """Named facts of an engine; see :mod:`kvbridge.handshake.compatibility`."""
 
-CHILDREN_MAX = 64
+CHILDREN_MAX = 16
 
 Payload = bytes | Annotated[tuple[bytes | None, ...], msgspec.Meta(max_length=CHILDREN_MAX)]
 """An encoded envelope; of a MultiConnector one for each child, None where a child has none."""
