@@ -128,7 +128,7 @@ class BridgeConnector(Connector):
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         tokens = self.scheduler_half.matched_tokens(request, num_computed_tokens)
-        return tokens, tokens > 0
+        return tokens, bool(tokens)
 
     def update_state_after_alloc(
         self, request: Request, block_ids: BlockIds, num_external_tokens: int
@@ -142,6 +142,9 @@ class BridgeConnector(Connector):
         self, request: Request, block_ids: BlockIds
     ) -> tuple[bool, dict[str, Any] | None]:
         return self.scheduler_half.finished(request, block_ids)
+
+    def update_connector_output(self, report: WorkerReport) -> None:
+        self.scheduler_half.ended(report)
 
     def not_needed(self, request: Request) -> None:
         self.scheduler_half.not_needed(request)

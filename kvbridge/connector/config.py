@@ -9,6 +9,7 @@ from kvbridge.config import Config, parse_config
 from kvbridge.errors import ConfigError
 from kvbridge.handshake import SecurityConfig
 
+Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 Positive = Annotated[float, Meta(gt=0, le=86_400)]
 LOOPBACK = ("127.0.0.0/8", "::1/128")
 
@@ -54,9 +55,9 @@ class ConnectorConfig(Config, frozen=True):
 
     transport: str = "local"
     options: dict[str, Any] = {}
-    name: str | None = None
+    name: Name | None = None
     role: Literal["producer", "consumer", "both"] = "both"
-    engine_id: str | None = None
+    engine_id: Annotated[str, Meta(min_length=1)] | None = None
     handshake: HandshakeConfig = HandshakeConfig()
     lease_s: Positive = 30.0
     timeout_s: Positive = 20.0

@@ -9,7 +9,6 @@ from kvbridge.connector.base import Connector
 from kvbridge.connector.bridge import BridgeConnector
 from kvbridge.connector.config import ConnectorConfig, connector_configs
 from kvbridge.connector.multi import MultiConnector
-from kvbridge.errors import KVBridgeError
 from kvbridge.model import TransferTopology
 
 
@@ -83,8 +82,11 @@ def _connector(
         for name, config in configs.items():
             # One that stalls must leave time for those that stand by.
             share_s = config.timeout_s / len(configs)
-            made[name] = make(name, msgspec.structs.replace(config, timeout_s=share_s))
-    except KVBridgeError:
+            meet_s = min(config.handshake.timeout_s, share_s if len(configs) == 1 else share_s / 2)
+            handshake = msgspec.structs.replace(config.handshake, timeout_s=meet_s)
+            mine = msgspec.structs.replace(config, timeout_s=share_s, handshake=handshake)
+            made[name] = make(name, mine)
+    except Exception:
         for connector in made.values():
             connector.shutdown()
         raise

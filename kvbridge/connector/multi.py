@@ -127,7 +127,7 @@ class MultiConnector(Connector):
         return self.scheduler_half.finished(request, block_ids)
 
     def update_connector_output(self, report: WorkerReport) -> None:
-        self.scheduler_half.tell_all(lambda child: child.update_connector_output(report))
+        self.scheduler_half.ended(report)
 
     def not_needed(self, request: Request) -> None:
         self.scheduler_half.not_needed(request)

@@ -9,7 +9,7 @@ from typing import Any
 from kvbridge.connector import params
 from kvbridge.connector.base import Connector
 from kvbridge.connector.isolation import Isolation
-from kvbridge.connector.values import BlockIds, Request
+from kvbridge.connector.values import BlockIds, Request, WorkerReport
 
 _log = logging.getLogger(__name__)
 
@@ -56,10 +56,13 @@ class MultiScheduler:
         self._offers: dict[str, dict[str, int]] = {}  # by request: tokens that each child has
         self._loads: dict[str, MultiLoad] = {}
         self._saving: dict[str, tuple[str, ...]] = {}
+        self._loading: set[str] = set()
 
     def matched_tokens(self, request: Request, computed: int) -> tuple[int | None, bool]:
         """Ask the children in order; the first that has tokens will load."""
         self._offers.pop(request.request_id, None)
+        if request.request_id in self._loading:
+            return None, False  # two loads of one id could not be told apart
         offers: dict[str, int] = {}
         beside = False
         for name, child in self._children.items():
@@ -78,10 +81,14 @@ class MultiScheduler:
     def allocated(self, request: Request, block_ids: BlockIds, tokens: int) -> None:
         """Have the first child load, those that could as well stand by, and tell the others."""
         offers = self._offers.pop(request.request_id, {})
+        chosen = next(iter(offers), next(iter(self._children)))
         first = ""
         standby: list[tuple[str, object]] = []
         for name, child in self._children.items():
-            if not tokens or offers.get(name) != tokens:
+            # An engine may want fewer tokens than were offered; what several children are asked
+            # for must be the same ones, so those stand by that offered as many.
+            able = name == chosen or offers.get(name) == offers.get(chosen)
+            if not tokens or not able:
                 tell = partial(child.update_state_after_alloc, request, block_ids, 0)
                 self._call(name, tell, None)
             elif not first:
@@ -96,6 +103,12 @@ class MultiScheduler:
                     standby.append((name, load))
         if first or standby:
             self._loads[request.request_id] = MultiLoad(first, tuple(standby))
+            self._loading.add(request.request_id)
+
+    def ended(self, report: WorkerReport) -> None:
+        """Take note of what has ended on all ranks."""
+        self._loading -= report.loaded.keys()
+        self.tell_all(lambda child: child.update_connector_output(report))
 
     def not_needed(self, request: Request) -> None:
         """Tell every child."""

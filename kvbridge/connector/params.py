@@ -5,7 +5,7 @@ the first connector. All connectors stand under ``kvbridge``, by their names.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -61,17 +61,22 @@ class _Entry(msgspec.Struct, frozen=True):
 
 class _Ours(msgspec.Struct, frozen=True):
     version: _Count
-    children: dict[str, _Entry]
+    children: dict[str, Any]  # each is read by its own connector, whatever the others hold
 
 
 def wants_remote_prefill(params: Mapping[str, Any] | None) -> bool:
     """Whether a request's cache is in another engine."""
-    return bool(params) and bool((params or {}).get("do_remote_prefill"))
+    return isinstance(params, Mapping) and _is_true(params.get("do_remote_prefill"))
 
 
 def wants_remote_decode(params: Mapping[str, Any] | None) -> bool:
     """Whether another engine will want a request's cache."""
-    return bool(params) and bool((params or {}).get("do_remote_decode"))
+    return isinstance(params, Mapping) and _is_true(params.get("do_remote_decode"))
+
+
+def _is_true(value: object) -> bool:
+    """Whether a flag is set; a word is none, lest ``"false"`` count as true."""
+    return value is True or (isinstance(value, int | float) and value == 1)
 
 
 def offer(request: RemoteRequest, name: str, **sizes: int) -> dict[str, Any]:
@@ -112,7 +117,8 @@ def merge_offers(offers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 def offered_by(params: Mapping[str, Any]) -> list[str]:
     """Return the names of the connectors that offer a request; none are named by flat keys."""
-    return sorted(params[KEY]["children"]) if KEY in params else []
+    ours = params.get(KEY)
+    return sorted(ours["children"]) if isinstance(ours, Mapping) else []
 
 
 def remote_request(params: Mapping[str, Any], name: str) -> RemoteRequest | None:
@@ -127,27 +133,21 @@ def remote_request(params: Mapping[str, Any], name: str) -> RemoteRequest | None
     """
     where = "kv_transfer_params"
     if KEY in params:
-        try:
-            ours = msgspec.convert(params[KEY], _Ours)
-        except _UNREADABLE as error:
-            raise ConfigError(f"{where}: {KEY}: {error}") from error
+        ours = _read(params[KEY], _Ours, f"{where}: {KEY}")
         if ours.version != PARAMS_VERSION:
             raise ConfigError(
                 f"{where}: {KEY}.version is {ours.version}, this side reads {PARAMS_VERSION}; "
                 "upgrade the older engine"
             )
-        entry = ours.children.get(name)
-        if entry is None:
+        if name not in ours.children:
             return None
+        entry = _read(ours.children[name], _Entry, f"{where}: {KEY}.children.{name}")
     else:
         flat = dict(params)
         ids = flat.get("remote_block_ids")
-        if isinstance(ids, list | tuple) and all(isinstance(each, int) for each in ids):
+        if isinstance(ids, list | tuple) and all(isinstance(each, int | float) for each in ids):
             flat["remote_block_ids"] = [ids]  # of engines with one cache group
-        try:
-            entry = msgspec.convert(flat, _Entry)
-        except _UNREADABLE as error:
-            raise ConfigError(f"{where}: {error}") from error
+        entry = _read(flat, _Entry, where)
     address = None
     if entry.remote_host is not None:
         address = EngineAddress.of(
@@ -162,3 +162,17 @@ def remote_request(params: Mapping[str, Any], name: str) -> RemoteRequest | None
         entry.incarnation,
         entry.generation,
     )
+
+
+_T = TypeVar("_T")
+
+
+def _read(value: object, kind: type[_T], where: str) -> _T:
+    """Convert plain data; numbers may have become floats, or text, on the way (report B64)."""
+    try:
+        return msgspec.convert(value, kind, strict=False)
+    except _UNREADABLE as error:
+        said = str(error).replace("`", "").replace("$.", "").replace("object", "a mapping")
+        raise ConfigError(
+            f"{where}: {said}; pass on what the other engine's connector returned, unchanged"
+        ) from error

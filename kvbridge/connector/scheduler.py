@@ -9,7 +9,7 @@ from typing import Any
 from kvbridge.connector import params
 from kvbridge.connector.config import ConnectorConfig
 from kvbridge.connector.params import RemoteRequest
-from kvbridge.connector.values import BlockIds, Request
+from kvbridge.connector.values import BlockIds, Request, WorkerReport
 from kvbridge.errors import ConfigError
 from kvbridge.handshake import (
     EngineAddress,
@@ -84,7 +84,7 @@ class StepMetadata:
 
 def entry_id(engine_id: str, name: str) -> str:
     """Return under which id a registry has an engine's connector; each has a port of its own."""
-    return f"{engine_id}/{name}"
+    return f"{engine_id}~{name}"
 
 
 class BridgeScheduler:
@@ -105,14 +105,20 @@ class BridgeScheduler:
         self._config, self._name = config, name
         self._engine_id = config.engine_id or engine_id
         handshake = config.handshake
-        self.server = HandshakeServer(handshake.host, handshake.port, keys=load_keys(handshake))
-        self._address = self._advertised()
         registry = handshake.registry
         self._registry = None if registry is None else open_registry(registry)
+        self.server = HandshakeServer(handshake.host, handshake.port, keys=load_keys(handshake))
+        try:
+            self._address = self._advertised()
+        except ConfigError:
+            self.server.close()
+            raise
         self._numbers = itertools.count(1)
         self._engine: dict[Rank, HandshakeMetadata] = {}
         self._engine_is_new = False
         self._settled: set[str] = set()  # requests whose blocks elsewhere have been dealt with
+        self._loading: set[str] = set()  # those that have not been reported as loaded
+        self._holding: set[str] = set()  # those whose blocks have not been reported as sent
         self._loads: list[Load] = []
         self._holds: list[Hold] = []
         self.refused = 0
@@ -123,7 +129,6 @@ class BridgeScheduler:
         handshake, port = self._config.handshake, self.server.port
         host = handshake.advertise_host or handshake.host
         if host in {"0.0.0.0", "::", "[::]"}:  # noqa: S104 - nobody can dial that
-            self.server.close()
             raise ConfigError(
                 f"the handshake channel listens on every interface ({host}), which is no address "
                 "that peers can dial; set advertise_host to the one by which they reach this engine"
@@ -157,8 +162,14 @@ class BridgeScheduler:
             )
             self._registry.announce(record, ttl_s=self._config.handshake.ttl_s)
 
-    def matched_tokens(self, request: Request, computed: int) -> int:
-        """Return how many tokens beyond those computed another engine holds."""
+    def matched_tokens(self, request: Request, computed: int) -> int | None:
+        """Return how many tokens beyond those computed another engine holds.
+
+        None while an earlier request of that id is still being loaded: two loads of one id could
+        not be told apart.
+        """
+        if request.request_id in self._loading and request.request_id not in self._settled:
+            return None
         remote = self._remote(request)
         if remote is None or request.request_id in self._settled:
             return 0
@@ -180,6 +191,8 @@ class BridgeScheduler:
         if load is not None:
             self.settle(request)
             self._loads.append(load)
+            if not load.is_empty:
+                self._loading.add(request.request_id)
 
     def settle(self, request: Request) -> None:
         """Take note that what another engine holds for a request is being dealt with."""
@@ -194,6 +207,13 @@ class BridgeScheduler:
         self.not_needed(request)  # an abort before anything was allocated
         self._settled.discard(request.request_id)
         wanted = params.wants_remote_decode(request.params) and self._config.role != "consumer"
+        if request.request_id in self._holding:
+            _log.warning(
+                "request %s has finished twice while its blocks are held for readers; the second "
+                "one is not offered: give each request an id of its own",
+                request.request_id,
+            )
+            return False, None
         if not wanted or request.aborted or not request.computed_tokens or not self._engine:
             return False, None
         first = next(iter(self._engine.values()))
@@ -207,8 +227,14 @@ class BridgeScheduler:
             max(open_envelope(data.payload).generation for data in self._engine.values()),
         )
         self._holds.append(Hold(request.request_id, remote.request_id))
+        self._holding.add(request.request_id)
         pp, tp = (1 + max(rank[axis] for rank in self._engine) for axis in (0, 1))
         return True, params.offer(remote, self._name, tp_size=tp, pp_size=pp)
+
+    def ended(self, report: WorkerReport) -> None:
+        """Take note of what has ended on all ranks."""
+        self._loading -= report.loaded.keys()
+        self._holding -= report.sent
 
     def take_step(self) -> StepMetadata:
         """Return what is new since the last step."""
@@ -221,10 +247,17 @@ class BridgeScheduler:
         """Free the port, and take leave of the registry."""
         if self._registry is not None:
             self._registry.close()
+        self._engine = {}  # nobody can be offered anything any more
         self.server.close()
 
     def _remote(self, request: Request) -> RemoteRequest | None:
         """Return where a request's blocks are, if they are anywhere, and we take blocks."""
+        given: object = request.params
+        if given is not None and not isinstance(given, Mapping):
+            self.refused += 1
+            kind = type(given).__name__
+            _log.warning("request %s: its params are a %s, no mapping", request.request_id, kind)
+            return None
         wanted = params.wants_remote_prefill(request.params) and self._config.role != "producer"
         if not wanted or request.params is None:
             return None

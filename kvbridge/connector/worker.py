@@ -42,6 +42,7 @@ class _Reading:
 
     request_id: str
     transfer: Transfer
+    is_overdue: bool = False
 
 
 @dataclass(slots=True)
@@ -82,6 +83,12 @@ class BridgeWorker:
             ConfigError: Something in the configuration cannot be.
             TransportError: The transport is unknown or cannot run here.
         """
+        ranks = topology.tp_size * topology.pp_size
+        if incarnation is None and ranks > 1:
+            raise ConfigError(
+                f"engine {topology.engine_id!r} has {ranks} ranks and no incarnation; give all of "
+                "them the same one, fresh at every start, such as a uuid4 of rank 0"
+            )
         self._config, self._name, self._topology = config, name, topology
         self._named = {"model": model, "revision": revision, "draft_layers": draft_layers}
         self._incarnation, self._clock = incarnation, clock
@@ -215,7 +222,7 @@ class BridgeWorker:
                 self._fail_to_meet(
                     load,
                     f"engine {load.remote.engine_id!r} at {load.remote.address} was not met within "
-                    f"the {self._config.timeout_s:g} s that a load may take",
+                    f"the {self._config.timeout_s:g} s that connector {self._name!r} may take",
                 )
             else:
                 yield each
@@ -233,6 +240,13 @@ class BridgeWorker:
                 f"{session.incarnation!r}, the request's blocks are of {remote.incarnation!r}",
             )
             return
+        if remote.generation and session.generation != remote.generation:
+            self._fail(
+                load,
+                f"engine {remote.engine_id!r} has registered other memory since: registration "
+                f"{session.generation}, the request's blocks are of {remote.generation}",
+            )
+            return
         if load.is_empty:
             self.agent.decline(remote.engine_id, remote.request_id)
             return
@@ -248,6 +262,7 @@ class BridgeWorker:
             )
         except KVBridgeError as error:
             self._fail(load, str(error))
+            self.agent.decline(remote.engine_id, remote.request_id)  # nothing will be read
             return
         self._reading.append(_Reading(load.request_id, transfer))
 
@@ -272,6 +287,15 @@ class BridgeWorker:
         for each in self._reading:
             transfer = each.transfer
             if transfer.state is State.PENDING or not transfer.quiet:
+                if transfer.state is not State.PENDING and not each.is_overdue:
+                    each.is_overdue = True
+                    _log.warning(
+                        "request %s is given up over %s: %s; its blocks are kept until that is "
+                        "quiet",
+                        each.request_id,
+                        self._name,
+                        transfer.reason,
+                    )
                 running.append(each)
                 continue
             if transfer.state is not State.DONE:
@@ -292,8 +316,9 @@ class BridgeWorker:
             self._expired.add(request_id)
             self._failures.leases += 1
             _log.warning(
-                "request %s: not every reader reported within %g s; its blocks are free",
+                "request %s: not every reader over %s reported within %g s; it is kept no longer",
                 request_id,
+                self._name,
                 self._config.lease_s,
             )
 

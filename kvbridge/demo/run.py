@@ -124,17 +124,13 @@ class DemoConfig:
                     "name": name,
                     "timeout_s": self.timeout_s,
                     "lease_s": self.timeout_s,
-                    "handshake": {"port": port, "timeout_s": self.timeout_s, **_NO_SECRET},
+                    "handshake": {"port": port, "timeout_s": self.timeout_s},
                 }
             )
         return connectors
 
     def _choice(self, name: str) -> dict[str, Any]:
         return {"transport": name, "options": dict(self.options.get(name, {}))}
-
-
-# Both engines are children of one process on one machine: a secret of its user's is not needed.
-_NO_SECRET = {"secret_env": "KVBRIDGE_DEMO_SECRET"}
 
 
 @dataclass(frozen=True, slots=True)

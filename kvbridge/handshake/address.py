@@ -16,6 +16,7 @@ from kvbridge.errors import ConfigError, HandshakeError
 PORT_MAX = 65535
 _HOST_MAX_LENGTH = 253
 _HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_.])?\Z")
+_NUMERIC = re.compile(r"(0[xX][0-9a-fA-F]*|[0-9]+)(\.(0[xX][0-9a-fA-F]*|[0-9]+))*\.?\Z")
 
 _Address = Union[ipaddress.IPv4Address, ipaddress.IPv6Address]  # noqa: UP007 - an alias of 3.11
 _Network = Union[ipaddress.IPv4Network, ipaddress.IPv6Network]  # noqa: UP007
@@ -83,7 +84,8 @@ def _host(host: object, where: str) -> str:
         literal = _literal(bare)
         if literal is not None:
             return str(literal)
-        if ":" not in bare and _HOST_NAME.match(bare):
+        # Names of digits alone are read as addresses by some resolvers: "0" is every interface.
+        if ":" not in bare and _HOST_NAME.match(bare) and not _NUMERIC.match(bare):
             return bare
     raise ConfigError(f"{where}: host {_shown(host)} is neither a host name nor an IP address")
 

@@ -18,6 +18,7 @@ from kvbridge.config import Config
 from kvbridge.errors import AuthenticationError, ConfigError
 
 SECRET_MIN_BYTES = 16
+SECRET_MAX_BYTES = 1 << 20
 SECRET_ENVIRONMENT = "KVBRIDGE_SECRET"  # noqa: S105 - the name of a variable
 
 
@@ -80,21 +81,41 @@ def load_keys(config: SecurityConfig) -> Keys | None:
     Raises:
         ConfigError: A file cannot be read, holds no key, or a secret is too short.
     """
-    if config.key_file or config.peers_folder:
+    if config.key_file is not None or config.peers_folder is not None:
         return _certificates(config.key_file, config.peers_folder)
-    if config.secret_file:
-        try:
-            secret = Path(config.secret_file).read_bytes()
-        except OSError as error:
-            raise ConfigError(
-                f"secret_file {config.secret_file} cannot be read: {error.strerror}"
-            ) from error
+    if config.secret_file is not None:
+        secret = _small_file(Path(config.secret_file), "secret_file")
         return keys_of_secret(secret.strip(), f"secret_file {config.secret_file}")
     if config.secret_env in os.environ:
         return keys_of_secret(
-            os.environ[config.secret_env].strip().encode(), f"variable {config.secret_env}"
+            os.fsencode(os.environ[config.secret_env]).strip(), f"variable {config.secret_env}"
+        )
+    if config.secret_env != SECRET_ENVIRONMENT:
+        raise ConfigError(
+            f"secret_env names variable {config.secret_env!r}, which is not set; set it, or leave "
+            "secret_env out"
         )
     return None
+
+
+def _small_file(file: Path, what: str) -> bytes:
+    """Read a file of a few bytes, and nothing that never ends.
+
+    Raises:
+        ConfigError: It is none, or cannot be read.
+    """
+    try:
+        if not file.is_file():
+            why = "it is no regular file" if file.exists() else "No such file or directory"
+            raise ConfigError(f"{what} {str(file)!r} cannot be read: {why}")
+        with file.open("rb") as opened:
+            data = opened.read(SECRET_MAX_BYTES + 1)
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(f"{what} {str(file)!r} cannot be read: {why}") from error
+    if len(data) > SECRET_MAX_BYTES:
+        raise ConfigError(f"{what} {str(file)!r} is larger than {SECRET_MAX_BYTES} bytes")
+    return data
 
 
 def keys_of_secret(secret: bytes, where: str = "the secret") -> Keys:
@@ -121,7 +142,7 @@ def keys_of_secret(secret: bytes, where: str = "the secret") -> Keys:
 
 
 def _certificates(key_file: str | None, peers_folder: str | None) -> Keys:
-    if not key_file or not peers_folder:
+    if key_file is None or peers_folder is None:
         raise ConfigError(
             f"key_file is {key_file!r} and peers_folder {peers_folder!r}; keys need both: one's "
             "own key, and the folder of those that may talk to it"
@@ -142,6 +163,7 @@ def _certificates(key_file: str | None, peers_folder: str | None) -> Keys:
 
 
 def _certificate(file: Path) -> tuple[bytes, bytes | None]:
+    _small_file(file, "key file")
     try:
         return load_certificate(file)
     except (OSError, ValueError) as error:

@@ -155,7 +155,9 @@ class HandshakeServer(PPAwareHandshake):
                 contradict each other.
         """
         wrong = [rank for rank, data in metadata.items() if data.rank != rank]
-        if wrong or not metadata:
+        if not metadata:
+            raise HandshakeError("there are no ranks to serve; register a cache on each first")
+        if wrong:
             raise HandshakeError(
                 f"{len(metadata)} ranks of metadata to serve, listed under wrong ranks: {wrong}"
             )
@@ -210,8 +212,8 @@ class HandshakeServer(PPAwareHandshake):
         self.unauthenticated = strangers
         if not self.unauthenticated & (self.unauthenticated - 1):
             _log.warning(
-                "handshake: %d connections to %s so far had not the right secret or keys, or did "
-                "not speak the protocol",
+                "handshake: %d connections to %s so far had not the right secret or keys, did not "
+                "speak the protocol, or ended before they could",
                 self.unauthenticated,
                 self.address,
             )
@@ -245,7 +247,9 @@ class HandshakeServer(PPAwareHandshake):
     ) -> RefusalReply:
         self.refused += 1
         self.refusals.append(reason)
-        _log.warning("handshake refused: %.2000s", reason)
+        # Engines that do not fit ask again after a pause; others may ask as fast as they can.
+        if differences or not self.refused & (self.refused - 1):
+            _log.warning("handshake refused (%d so far): %.2000s", self.refused, reason)
         return RefusalReply(reason, differences=msgspec.Raw(encode(differences or {})))
 
 

@@ -35,6 +35,7 @@ class Introduction:
         state: ``"asking"`` for its metadata, ``"joining"`` its ranks, ``"live"`` or ``"failed"``.
         error: Why it failed.
         failures: How often in a row.
+        started_s: Clock when it began.
         retry_s: Clock before which it is not tried again.
     """
 
@@ -43,6 +44,7 @@ class Introduction:
     state: State = "asking"
     error: KVBridgeError | None = None
     failures: int = 0
+    started_s: float = 0.0
     retry_s: float = 0.0
 
 
@@ -109,7 +111,7 @@ class Introductions:
             if known.state == "failed" and self._clock() < known.retry_s:
                 return known
         failures = known.failures if known is not None and known.state == "failed" else 0
-        new = Introduction(engine_id, address, failures=failures)
+        new = Introduction(engine_id, address, failures=failures, started_s=self._clock())
         self._known[engine_id] = new
         try:
             asked = self._dialer.fetch(
@@ -194,8 +196,12 @@ class Introductions:
 
     def _fail(self, introduction: Introduction, error: KVBridgeError) -> None:
         introduction.failures += 1
-        longest_s = min(FIRST_PAUSE_S * 2 ** min(introduction.failures, 16), LONGEST_PAUSE_S)
-        introduction.retry_s = self._clock() + self._uniform(longest_s / 2, longest_s)
+        # At least as long as the attempt took: requests to an engine that is gone would else
+        # spend most of their time in such attempts.
+        now_s = self._clock()
+        grown_s = FIRST_PAUSE_S * 2 ** min(introduction.failures, 16)
+        longest_s = min(max(grown_s, now_s - introduction.started_s), LONGEST_PAUSE_S)
+        introduction.retry_s = now_s + self._uniform(longest_s / 2, longest_s)
         introduction.state, introduction.error = "failed", error
         _log.warning("engine %s cannot be met: %s", introduction.engine_id, error)
         self._changed.append(introduction)

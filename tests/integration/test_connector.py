@@ -224,6 +224,117 @@ def test_a_request_cannot_have_an_engine_dial_just_anywhere(engine: Make) -> Non
     assert "outside of the networks that may be dialled" in d.loaded["r"].error
 
 
+# --- never another request's bytes ----------------------------------------------------------------
+
+
+def test_blocks_of_an_earlier_registration_are_not_read(engine: Make) -> None:
+    """An engine that has slept holds other bytes at other addresses: the old offer is refused."""
+    p, d = engine("p", LOCAL), engine("d", LOCAL)
+    old = p.prefill("r", [3], 4)
+    p.renew()
+    d.load("r", [2], 4, old)
+    run([p, d], lambda: "r" in d.loaded)
+    assert "has registered other memory since: registration 2" in d.loaded["r"].error
+    assert (d.memory[0, 0] == -1).all()
+    d.load("r2", [2], 4, p.prefill("r2", [3], 4))
+    run([p, d], lambda: "r2" in d.loaded)
+    assert d.loaded["r2"].ok
+    assert_moved(p, d, [3], [2], 4)
+
+
+SLOW = {
+    "name": "a",
+    "transport": "faulty",
+    "options": {
+        "inner": {"transport": "local"},
+        "operations": [{"what": "delay", "at": [0], "delay_s": 1.0}],
+    },
+}
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_second_load_of_one_id_waits_until_the_first_is_over(engine: Make, several: bool) -> None:
+    p = engine("p", two(LOCAL, LOCAL))
+    d = engine("d", {"connectors": [SLOW, {"name": "b", **LOCAL}]} if several else SLOW)
+    d.load("x", [2], 4, p.prefill("r1", [3], 4))
+    for _ in range(200):
+        d.step()
+    aborted = Request("x", 4, params=None, aborted=True)
+    d.scheduler.request_finished(aborted, ((2,),))
+    retry = Request("x", 8, params=p.prefill("r2", [5, 6], 8))
+    assert d.scheduler.get_num_new_matched_tokens(retry, 0) == (None, False)
+    run([p, d], lambda: "x" in d.loaded)
+    del d.loaded["x"]
+    assert d.load("x", [7, 8], 8, retry.params) == 8
+    run([p, d], lambda: "x" in d.loaded)
+    assert d.loaded["x"].ok
+    assert_moved(p, d, [5, 6], [7, 8], 8)
+
+
+@pytest.mark.parametrize("config", [LOCAL, {"connectors": [LOCAL, {"name": "b", **LOCAL}]}])
+def test_a_request_that_finishes_twice_is_offered_once(engine: Make, config: Any) -> None:
+    p, d = engine("p", config), engine("d", config)
+    first = p.prefill("r", [1, 2], 8)
+    again = Request("r", 8, 8, {"do_remote_decode": True})
+    assert p.scheduler.request_finished(again, ((5, 6),)) == (False, None)
+    d.load("r", [2, 7], 8, first)
+    run([p, d], lambda: "r" in d.loaded and "r" in p.sent)
+    assert_moved(p, d, [1, 2], [2, 7], 8)
+    p.sent.clear()
+    d.loaded.clear()
+    d.scheduler.request_finished(Request("r", 8), ((2, 7),))
+    d.load("r", [3, 4], 8, p.prefill("r", [5, 6], 8))
+    run([p, d], lambda: "r" in d.loaded and "r" in p.sent)
+    assert_moved(p, d, [5, 6], [3, 4], 8)
+
+
+def test_after_the_shutdown_nothing_is_offered(engine: Make) -> None:
+    p = engine("p", LOCAL)
+    p.close()
+    request = Request("r", 8, 8, {"do_remote_decode": True})
+    assert p.scheduler.request_finished(request, ((5, 6),)) == (False, None)
+
+
+@pytest.mark.parametrize("params", [[1], "x", 5, True, {"do_remote_prefill": "false"}])
+@pytest.mark.parametrize("config", [LOCAL, {"connectors": [LOCAL, {"name": "b", **LOCAL}]}])
+def test_params_that_are_none_harm_no_other_request(engine: Make, config: Any, params: Any) -> None:
+    p, d = engine("p", config), engine("d", config)
+    for _ in range(5):
+        strange = Request("s", 8, 8, params)
+        assert d.scheduler.get_num_new_matched_tokens(strange, 0) == (0, False)
+        assert d.scheduler.request_finished(strange, ((1,),)) == (False, None)
+    assert d.load("r", [2], 4, p.prefill("r", [3], 4)) == 4
+    run([p, d], lambda: "r" in d.loaded)
+    assert d.loaded["r"].ok
+
+
+def test_what_another_connector_offers_spoils_nothing(engine: Make) -> None:
+    p, d = engine("p", LOCAL), engine("d", LOCAL)
+    params = p.prefill("r", [3], 4)
+    params["kvbridge"]["children"]["zzz"] = {"junk": [[1]]}
+    d.load("r", [2], 4, params)
+    run([p, d], lambda: "r" in d.loaded)
+    assert d.loaded["r"].ok
+
+
+def test_b64_a_proxy_that_makes_every_number_a_float_does_no_harm(engine: Make) -> None:
+    def floats(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: floats(each) for key, each in value.items()}
+        if isinstance(value, list):
+            return [floats(each) for each in value]
+        return float(value) if type(value) is int else value
+
+    p, d = engine("p", LOCAL), engine("d", LOCAL)
+    for request_id, drop in (("r1", ()), ("r2", ("kvbridge",))):
+        params = floats(p.prefill(request_id, [3, 1], 8))
+        for key in drop:
+            del params[key]
+        d.load(request_id, [2, 7], 8, params)
+        run([p, d], lambda: request_id in d.loaded)  # noqa: B023
+        assert d.loaded[request_id].error == ""
+
+
 # --- several as one ------------------------------------------------------------------------------
 
 
@@ -324,6 +435,31 @@ def test_a_first_child_that_stalls_leaves_time_for_the_next(engine: Make, tmp_pa
     assert_moved(p, d, [3, 1], [2, 7], 8)
 
 
+@pytest.mark.parametrize("config", [LOCAL, {"connectors": [LOCAL, {"name": "b", **LOCAL}]}])
+def test_an_engine_may_load_fewer_tokens_than_were_offered(engine: Make, config: Any) -> None:
+    p, d = engine("p", config), engine("d", config)
+    request = Request("r", 11, params=p.prefill("r", [3, 1, 5], 11))
+    assert d.scheduler.get_num_new_matched_tokens(request, 0)[0] == 11
+    d.scheduler.update_state_after_alloc(request, ((2, 7, 4),), 3)
+    run([p, d], lambda: "r" in d.loaded and "r" in p.sent)
+    assert d.loaded["r"].ok
+    assert np.array_equal(d.tokens([4], 3), p.tokens([5], 3))
+    assert (d.tokens([2, 7], 8) == -1).all()
+
+
+@pytest.mark.parametrize("config", [LOCAL, {"connectors": [LOCAL, {"name": "b", **LOCAL}]}])
+@pytest.mark.parametrize("tokens", [80, -5])
+def test_tokens_that_nobody_offered_end_in_an_error_and_not_in_silence(
+    engine: Make, config: Any, tokens: int
+) -> None:
+    p, d = engine("p", config), engine("d", config)
+    request = Request("r", 11, params=p.prefill("r", [3, 1, 5], 11))
+    d.scheduler.update_state_after_alloc(request, ((2, 7, 4),), tokens)
+    run([p, d], lambda: "r" in d.loaded and "r" in p.sent)
+    assert "no range" in d.loaded["r"].error
+    assert p.expired == set()
+
+
 def test_a_full_local_hit_frees_every_child_at_once(engine: Make) -> None:
     p, d = engine("p", two(LOCAL, LOCAL)), engine("d", two(LOCAL, LOCAL))
     assert d.load("r", [2, 7], 8, p.prefill("r", [3, 1], 8), here=8) == 0
@@ -362,7 +498,7 @@ def test_an_engine_is_found_by_its_id_alone(engine: Make) -> None:
     params = p.prefill("r", [3, 1], 8)
     entry = params["kvbridge"]["children"]["local"]
     port, entry["remote_host"], entry["remote_port"] = entry["remote_port"], None, None
-    registry = {"registry": "static", "options": {"engines": {"p/local": f"127.0.0.1:{port}"}}}
+    registry = {"registry": "static", "options": {"engines": {"p~local": f"127.0.0.1:{port}"}}}
     d = engine("d", {**LOCAL, "handshake": {"registry": registry}})
     lost = engine("l", LOCAL)
     d.load("r", [2, 7], 8, params)
@@ -389,9 +525,9 @@ def test_engines_announce_themselves_and_are_found_in_a_registry(
         assert (d.loaded["r"].error, d.loaded["r"].via) == ("", "a")
         assert_moved(p, d, [3, 1], [2, 7], 8)
         with open_registry(server.options()) as registry:
-            assert {each.engine_id for each in registry.engines()} >= {"p/a", "p/b", "d/a"}
+            assert {each.engine_id for each in registry.engines()} >= {"p~a", "p~b", "d~a"}
             p.close()
-            assert {each.engine_id for each in registry.engines()} == {"d/a", "d/b"}
+            assert {each.engine_id for each in registry.engines()} == {"d~a", "d~b"}
         late = engine("late", two(LOCAL, LOCAL, **shared))
         late.load("r", [2, 7], 8, params)
         run([late], lambda: "r" in late.loaded)

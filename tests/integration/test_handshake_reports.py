@@ -11,11 +11,11 @@ import numpy as np
 import psutil
 import pytest
 
-from kvbridge.connector import ConnectorConfig
+from kvbridge.connector import ConnectorConfig, scheduler_connector, worker_connector
 from kvbridge.connector.bridge import BridgeConnector
 from kvbridge.errors import ConfigError
 from kvbridge.model import CacheGroup
-from tests.integration.tiny_engine import TinyEngine, run
+from tests.integration.tiny_engine import TinyEngine, place, run
 
 Make = Callable[..., TinyEngine]
 LOCAL = {"transport": "local"}
@@ -223,6 +223,31 @@ def test_b47_an_address_that_nobody_can_dial_is_refused_at_the_start(tmp_path: A
     listening = {"host": "0.0.0.0", "secret_file": str(tmp_path / "secret")}
     with pytest.raises(ConfigError, match="set advertise_host"):
         TinyEngine("p", {**LOCAL, "handshake": listening})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"advertise_host": "bad host"},
+        {"registry": {"registry": "rediss"}},
+        {"advertise_host": "0"},
+    ],
+    ids=str,
+)
+def test_a_scheduler_that_is_refused_leaves_no_port_behind(wrong: dict[str, Any]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    threads = threading.active_count()
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"advertise_host|rediss"):
+            scheduler_connector({**LOCAL, "handshake": {"port": port, **wrong}}, engine_id="p")
+    assert threading.active_count() == threads
+    socket.create_server(("127.0.0.1", port)).close()
+
+
+def test_ranks_that_have_not_agreed_on_an_incarnation_are_refused() -> None:
+    with pytest.raises(ConfigError, match="2 ranks and no incarnation"):
+        worker_connector(LOCAL, place("p", (0, 0), tp=2, pp=1), model="m")
 
 
 def test_b47_a_loopback_address_for_remote_peers_is_warned_of(

@@ -172,6 +172,14 @@ class TinyEngine:
         self.scheduler.update_state_after_alloc(request, ids, matched or 0)
         return matched or 0
 
+    def renew(self) -> None:
+        """Wake up with other memory, as an engine that has slept does."""
+        for rank, worker in self.workers.items():
+            self.memory[rank] = np.zeros_like(self.memory[rank])
+            layers, heads = self.memory[rank].shape[0], self.memory[rank].shape[4]
+            worker.register_kv_caches(self.cache(rank, layers, heads))
+        self.publish()
+
     def close(self) -> None:
         for worker in self.workers.values():
             worker.shutdown()

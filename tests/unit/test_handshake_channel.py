@@ -96,7 +96,10 @@ def test_b65_addresses_are_read_whole(text: str, host: str, port: int) -> None:
     assert str(EngineAddress.parse(text)) == text
 
 
-@pytest.mark.parametrize("text", ["::1:5600", "localhost", "[::1]", ":5", "a b:5", "h;tcp://x:5"])
+@pytest.mark.parametrize(
+    "text",
+    ["::1:5600", "localhost", "[::1]", ":5", "a b:5", "h;tcp://x:5", "0:5", "127.1:5", "0x7f.1:5"],
+)
 def test_b65_what_is_no_address_is_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         EngineAddress.parse(text)
@@ -264,8 +267,15 @@ def test_secrets_come_from_a_file_or_a_variable(
     ("config", "message"),
     [
         (SecurityConfig(secret_file="/no/such/file"), "cannot be read: No such file"),
+        (SecurityConfig(secret_file="/dev/zero"), "no regular file"),
+        (SecurityConfig(secret_file="/tmp"), "no regular file"),
+        (SecurityConfig(secret_file=""), "no regular file"),
+        (SecurityConfig(secret_file="a\0b"), "cannot be read"),
+        (SecurityConfig(secret_env="NO_SUCH_VARIABLE"), "'NO_SUCH_VARIABLE', which is not set"),
+        (SecurityConfig(secret_env=""), "which is not set"),
+        (SecurityConfig(key_file=""), "need both"),
         (SecurityConfig(key_file="/no/such/key"), "need both"),
-        (SecurityConfig(key_file="/no/such/key", peers_folder="/"), "no CurveZMQ certificate"),
+        (SecurityConfig(key_file="/no/such/key", peers_folder="/"), "cannot be read: No such file"),
     ],
 )
 def test_secrets_and_keys_that_cannot_be_used_are_refused(
@@ -273,6 +283,23 @@ def test_secrets_and_keys_that_cannot_be_used_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         load_keys(config)
+
+
+def test_a_secret_is_any_bytes_and_no_endless_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = b"caf\xe9 caf\xe9 caf\xe9 caf\xe9"
+    (tmp_path / "secret").write_bytes(secret)
+    monkeypatch.setenv("KVBRIDGE_SECRET", os.fsdecode(secret))
+    assert load_keys(SecurityConfig()) == load_keys(
+        SecurityConfig(secret_file=str(tmp_path / "secret"))
+    )
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="no regular file"):
+        load_keys(SecurityConfig(secret_file=str(tmp_path / "pipe")))
+    (tmp_path / "large").write_bytes(bytes(2 << 20))
+    with pytest.raises(ConfigError, match="larger than 1048576 bytes"):
+        load_keys(SecurityConfig(secret_file=str(tmp_path / "large")))
 
 
 def test_a_short_secret_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

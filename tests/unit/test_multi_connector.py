@@ -235,15 +235,15 @@ def test_a_child_that_asks_for_time_is_waited_for_unless_an_earlier_one_has_toke
     ) == (8, True)
 
 
-def test_a_later_lookup_that_finds_nothing_forgets_the_earlier_choice() -> None:
-    child = Child(8)
-    multi = MultiConnector({"a": child, "b": Child()})
+def test_a_later_lookup_forgets_the_earlier_choice() -> None:
+    first, second = Child(8), Child(8)
+    multi = MultiConnector({"a": first, "b": second})
     request = Request("r", 8)
     multi.get_num_new_matched_tokens(request, 0)
-    child.tokens = 0
-    assert multi.get_num_new_matched_tokens(request, 0) == (0, False)
+    first.tokens = 0
+    assert multi.get_num_new_matched_tokens(request, 0) == (8, True)
     multi.update_state_after_alloc(request, BLOCKS, 8)
-    assert child.told[-1] == ("alloc", 0)
+    assert (first.told[-1], second.told[-1]) == (("alloc", 0), ("alloc", 8))
 
 
 def test_a_child_that_cannot_stand_by_is_told_that_it_is_not_needed() -> None:
