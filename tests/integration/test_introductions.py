@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -298,7 +299,8 @@ class EngineProcess:
 
 
 def _serve(value: int, port: int) -> None:
-    rank = make_rank(open_transport({"transport": "local"}), "p")
+    transport = open_transport({"transport": "local"})
+    rank = make_rank(transport, "p", incarnation=uuid.uuid4().hex)
     rank.memory[:] = value
     server = HandshakeServer(port=port)
     hand_over(server, rank.metadata)
