@@ -1,7 +1,6 @@
 """Requests from engine to engine through connectors: one transport, or several as one."""
 
 import socket
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,27 +11,13 @@ from kvbridge.connector import Request, remote_request, worker_connector
 from kvbridge.errors import ConfigError
 from kvbridge.handshake import open_registry
 from tests.integration.registry_servers import RedisServer
-from tests.integration.tiny_engine import TinyEngine, run
+from tests.integration.tiny_engine import Make, TinyEngine, run
 
-Make = Callable[..., TinyEngine]
 LOCAL = {"transport": "local"}
 BROKEN = {
     "transport": "faulty",
     "options": {"inner": {"transport": "local"}, "operations": [{"what": "fail", "share": 1.0}]},
 }
-
-
-@pytest.fixture
-def engine() -> Iterator[Make]:
-    made: list[TinyEngine] = []
-
-    def make(*arguments: Any, **options: Any) -> TinyEngine:
-        made.append(TinyEngine(*arguments, **options))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close()
 
 
 def assert_moved(p: TinyEngine, d: TinyEngine, there: list[int], here: list[int], n: int) -> None:

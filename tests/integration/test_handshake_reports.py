@@ -3,7 +3,7 @@
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,24 +15,10 @@ from kvbridge.connector import ConnectorConfig, scheduler_connector, worker_conn
 from kvbridge.connector.bridge import BridgeConnector
 from kvbridge.errors import ConfigError
 from kvbridge.model import CacheGroup
-from tests.integration.tiny_engine import TinyEngine, place, run
+from tests.integration.tiny_engine import Make, TinyEngine, place, run
 
-Make = Callable[..., TinyEngine]
 LOCAL = {"transport": "local"}
 IMPATIENT = {**LOCAL, "handshake": {"timeout_s": 1.0}}
-
-
-@pytest.fixture
-def engine() -> Iterator[Make]:
-    made: list[TinyEngine] = []
-
-    def make(*arguments: Any, **options: Any) -> TinyEngine:
-        made.append(TinyEngine(*arguments, **options))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.close()
 
 
 @pytest.fixture

@@ -186,6 +186,10 @@ class TinyEngine:
         self.scheduler.shutdown()
 
 
+Make = Callable[..., TinyEngine]
+"""Makes an engine; takes what the class takes."""
+
+
 def run(engines: Iterable[TinyEngine], done: Callable[[], bool], timeout_s: float = 30.0) -> None:
     """Step some engines until something is true."""
     engines = list(engines)
