@@ -13,6 +13,8 @@ from msgspec import Meta
 from kvbridge.connector.values import BlockIds
 from kvbridge.errors import ConfigError
 from kvbridge.handshake import EngineAddress
+from kvbridge.session import Lease
+from kvbridge.session.leases import EPOCH_BITS, SLOTS
 
 PARAMS_VERSION = 1
 KEY = "kvbridge"
@@ -22,6 +24,10 @@ _Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 _Name = Annotated[str, Meta(max_length=1024, pattern="^[^\ud800-\udfff]*$")]
 
 _UNREADABLE = (msgspec.ValidationError, UnicodeError, RecursionError)
+
+
+_Slot = Annotated[int, Meta(ge=0, lt=SLOTS)]
+_Epoch = Annotated[int, Meta(gt=0, lt=1 << EPOCH_BITS)]
 
 
 class RemoteRequest(msgspec.Struct, frozen=True):
@@ -35,6 +41,7 @@ class RemoteRequest(msgspec.Struct, frozen=True):
         num_tokens: Tokens that they hold, from the first one on.
         incarnation: Which start of the engine; None if that is unknown.
         generation: Which registration of its memory; 0 if that is unknown.
+        lease: The engine's promise to keep the blocks; None if it gives none.
     """
 
     engine_id: str
@@ -44,6 +51,7 @@ class RemoteRequest(msgspec.Struct, frozen=True):
     num_tokens: int
     incarnation: str | None = None
     generation: int = 0
+    lease: Lease | None = None
 
 
 class _Entry(msgspec.Struct, frozen=True):
@@ -55,6 +63,7 @@ class _Entry(msgspec.Struct, frozen=True):
     remote_num_tokens: _Count
     remote_host: str | None = None
     remote_port: int | float | str | None = None
+    remote_lease: tuple[_Slot, _Epoch] | None = None
     incarnation: _Name | None = None
     generation: _Count = 0
 
@@ -94,6 +103,7 @@ def offer(request: RemoteRequest, name: str, **sizes: int) -> dict[str, Any]:
         "remote_port": request.address.port if request.address else None,
         "remote_block_ids": [list(ids) for ids in request.block_ids],
         "remote_num_tokens": request.num_tokens,
+        "remote_lease": list(request.lease) if request.lease else None,
     }
     entry = {**flat, "incarnation": request.incarnation, "generation": request.generation}
     return {
@@ -161,6 +171,7 @@ def remote_request(params: Mapping[str, Any], name: str) -> RemoteRequest | None
         entry.remote_num_tokens,
         entry.incarnation,
         entry.generation,
+        Lease(*entry.remote_lease) if entry.remote_lease else None,
     )
 
 

@@ -2,6 +2,8 @@
 
 import itertools
 import logging
+import secrets
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +23,8 @@ from kvbridge.handshake import (
 )
 from kvbridge.handshake.metadata import open_envelope
 from kvbridge.model import Rank
+from kvbridge.session import Lease
+from kvbridge.session.leases import EPOCH_BITS, SLOTS
 
 _log = logging.getLogger(__name__)
 
@@ -61,10 +65,12 @@ class Hold:
     Attributes:
         request_id: Our engine's name for the request.
         transfer_id: What readers call it; no two holds have the same.
+        lease: How readers see that the blocks are kept.
     """
 
     request_id: str
     transfer_id: str
+    lease: Lease
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +124,8 @@ class BridgeScheduler:
         self._engine_is_new = False
         self._settled: set[str] = set()  # requests whose blocks elsewhere have been dealt with
         self._loading: set[str] = set()  # those that have not been reported as loaded
-        self._holding: set[str] = set()  # those whose blocks have not been reported as sent
+        self._holding: dict[str, Lease] = {}  # those whose blocks have not been reported as sent
+        self._slots = deque(range(SLOTS))
         self._loads: list[Load] = []
         self._holds: list[Hold] = []
         self.refused = 0
@@ -216,6 +223,14 @@ class BridgeScheduler:
             return False, None
         if not wanted or request.aborted or not request.computed_tokens or not self._engine:
             return False, None
+        if not self._slots:
+            _log.warning(
+                "request %s is not offered: the blocks of %d others are held for readers",
+                request.request_id,
+                len(self._holding),
+            )
+            return False, None
+        lease = Lease(self._slots.popleft(), 1 + secrets.randbelow((1 << EPOCH_BITS) - 1))
         first = next(iter(self._engine.values()))
         remote = RemoteRequest(
             self._engine_id,
@@ -225,16 +240,18 @@ class BridgeScheduler:
             request.computed_tokens,
             first.incarnation,
             max(open_envelope(data.payload).generation for data in self._engine.values()),
+            lease,
         )
-        self._holds.append(Hold(request.request_id, remote.request_id))
-        self._holding.add(request.request_id)
+        self._holds.append(Hold(request.request_id, remote.request_id, lease))
+        self._holding[request.request_id] = lease
         pp, tp = (1 + max(rank[axis] for rank in self._engine) for axis in (0, 1))
         return True, params.offer(remote, self._name, tp_size=tp, pp_size=pp)
 
     def ended(self, report: WorkerReport) -> None:
         """Take note of what has ended on all ranks."""
         self._loading -= report.loaded.keys()
-        self._holding -= report.sent
+        for request_id in report.sent & self._holding.keys():
+            self._slots.append(self._holding.pop(request_id).slot)
 
     def take_step(self) -> StepMetadata:
         """Return what is new since the last step."""

@@ -107,6 +107,7 @@ class BridgeWorker:
         self._sent: set[str] = set()
         self._expired: set[str] = set()
         self._failures = Failures()
+        self._said_unleased = False
 
     @property
     def failures(self) -> Failures:
@@ -134,6 +135,8 @@ class BridgeWorker:
         """Take the rank's cache, or another one in its place."""
         if self._agent is not None:
             self._agent.renew(cache)
+            for transfer_id in list(self._held):  # the blocks that readers wait for are gone
+                self._let_go(transfer_id)
             return
         self._agent = RankAgent(
             self._topology,
@@ -156,7 +159,7 @@ class BridgeWorker:
         if step.engine is not None:
             self.agent.share_engine(step.engine)
         for hold in step.holds:
-            if self.agent.releases.hold(hold.transfer_id):
+            if self.agent.hold(hold.transfer_id, hold.lease):
                 self._sent.add(hold.request_id)
             else:
                 deadline_s = self._clock() + self._config.lease_s
@@ -186,7 +189,7 @@ class BridgeWorker:
             if request_id is not None:
                 self._sent.add(request_id)
         self._end_readings()
-        self._expire(self._agent)
+        self._expire()
         report = WorkerReport(self._loaded, frozenset(self._sent), frozenset(self._expired))
         self._loaded, self._sent, self._expired = {}, set(), set()
         return report
@@ -250,6 +253,13 @@ class BridgeWorker:
         if load.is_empty:
             self.agent.decline(remote.engine_id, remote.request_id)
             return
+        if remote.lease is None and not self._said_unleased:
+            self._said_unleased = True
+            _log.warning(
+                "request %s comes without a lease, so nothing shows that its blocks were kept "
+                "until they are read; have proxies pass on all of kv_transfer_params (said once)",
+                load.request_id,
+            )
         try:
             transfer = self.agent.pull(
                 remote.engine_id,
@@ -259,6 +269,7 @@ class BridgeWorker:
                 start_token=load.start_token,
                 end_token=load.end_token,
                 timeout_s=max(timeout_s, 1e-3),
+                lease=remote.lease,
             )
         except KVBridgeError as error:
             self._fail(load, str(error))
@@ -306,15 +317,20 @@ class BridgeWorker:
             self._loaded[each.request_id] = loaded
         self._reading = running
 
-    def _expire(self, agent: RankAgent) -> None:
+    def _let_go(self, transfer_id: str) -> str:
+        """Keep blocks no longer, though not every reader has reported; return their request."""
+        request_id, _ = self._held.pop(transfer_id)
+        self.agent.expire(transfer_id)
+        self._sent.add(request_id)
+        self._expired.add(request_id)
+        self._failures.leases += 1
+        return request_id
+
+    def _expire(self) -> None:
         now_s = self._clock()
         late = [transfer for transfer, (_, end_s) in self._held.items() if now_s >= end_s]
         for transfer_id in late:
-            request_id, _ = self._held.pop(transfer_id)
-            agent.releases.expire(transfer_id)
-            self._sent.add(request_id)
-            self._expired.add(request_id)
-            self._failures.leases += 1
+            request_id = self._let_go(transfer_id)
             _log.warning(
                 "request %s: not every reader over %s reported within %g s; it is kept no longer",
                 request_id,

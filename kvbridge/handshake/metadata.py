@@ -12,7 +12,7 @@ import msgspec
 
 from kvbridge.errors import HandshakeError
 from kvbridge.handshake.wire import FACTORS_MAX_BYTES, WIRE, common_version, decode, encode
-from kvbridge.model import Rank, RankCache
+from kvbridge.model import Rank, RankCache, Region
 
 _Scalar = bool | int | float | str | None
 _Flat = _Scalar | list[_Scalar] | dict[str, _Scalar]
@@ -59,10 +59,12 @@ class RankPayload(msgspec.Struct, frozen=True):
     Attributes:
         cache: What the rank holds.
         agent_info: What its transport's peers need.
+        leases: Where its table of leases is, to be read by others; None where it has none.
     """
 
     cache: RankCache
     agent_info: bytes
+    leases: Region | None = None
 
 
 class Envelope(msgspec.Struct, frozen=True, omit_defaults=True):

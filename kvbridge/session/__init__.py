@@ -2,6 +2,7 @@
 
 from kvbridge.session.agent import AgentPoll, RankAgent
 from kvbridge.session.introductions import Introduction, Introductions
+from kvbridge.session.leases import Lease
 from kvbridge.session.releases import ReleaseBook
 from kvbridge.session.session import Session, close_session, open_session
 from kvbridge.session.transfer import SourceStats, Transfer
@@ -10,6 +11,7 @@ __all__ = [
     "AgentPoll",
     "Introduction",
     "Introductions",
+    "Lease",
     "RankAgent",
     "ReleaseBook",
     "Session",

@@ -28,6 +28,7 @@ from kvbridge.handshake.metadata import decode_factors, seal
 from kvbridge.handshake.wire import encode
 from kvbridge.model import Rank, RankCache, TransferTopology
 from kvbridge.plan import BlockTable, TransferBatch
+from kvbridge.session.leases import WORD_NBYTES, Lease, LeaseTable
 from kvbridge.session.releases import ReleaseBook
 from kvbridge.session.session import (
     Session,
@@ -113,13 +114,16 @@ class RankAgent:
         self._transfers: dict[Handle, Transfer] = {}
         self._live: list[Transfer] = []
         self.releases = ReleaseBook()
+        self._leases = LeaseTable()
+        self._granted: dict[str, Lease] = {}
         self.unreadable = 0
         self.unsent = 0
-        transport.register(local.regions)
+        transport.register((*local.regions, self._leases.region))
 
     def metadata(self) -> HandshakeMetadata:
         """Return what this rank publishes."""
-        payload = RankPayload(self._local, self._transport.agent_info())
+        info = self._transport.agent_info()
+        payload = RankPayload(self._local, info, self._leases.region)
         return HandshakeMetadata(
             self._local.engine_id,
             self.incarnation,
@@ -182,6 +186,8 @@ class RankAgent:
         memory = memory_of(local.regions, local.where)
         for engine_id in list(self._sessions):  # their plans are bound to the old addresses
             self.disconnect(engine_id)
+        self._leases.revoke_all()
+        self._granted.clear()
         self._transport.unregister(self._local.regions)
         self._transport.register(local.regions)
         self._local, self._memory = local, memory
@@ -238,6 +244,7 @@ class RankAgent:
         start_token: int = 0,
         end_token: int,
         timeout_s: float = 30.0,
+        lease: Lease | None = None,
     ) -> Transfer:
         """Start to read a request's tokens from a remote engine.
 
@@ -249,6 +256,8 @@ class RankAgent:
             start_token: First token to read.
             end_token: One past the last token to read; an empty range moves nothing.
             timeout_s: When the request fails if it has not ended.
+            lease: The remote engine's promise to keep the blocks; without one, nothing shows that
+                what arrives is what the request's owner wrote.
 
         Raises:
             UnknownEngineError: The engine is not connected.
@@ -261,7 +270,7 @@ class RankAgent:
         batches = session.plan.lower(
             local_tables, remote_tables, start_token=start_token, end_token=end_token
         )
-        transfer = Transfer(session, request_id, now_s, now_s + timeout_s)
+        transfer = Transfer(session, request_id, now_s, now_s + timeout_s, lease=lease)
         for batch in batches:
             self._submit(session, transfer, batch)
         self._live.append(transfer)
@@ -271,6 +280,33 @@ class RankAgent:
         """Whether a transfer with a remote engine has not ended, or is not quiet."""
         transfers = {*self._live, *self._transfers.values()}
         return any(each.session.engine_id == engine_id for each in transfers)
+
+    def hold(self, request_id: str, lease: Lease | None = None) -> bool:
+        """Keep a request's blocks for its readers, and promise it where they can see it.
+
+        Args:
+            request_id: The request, by our name for it.
+            lease: The promise, the same on all ranks of the engine.
+
+        Returns:
+            Whether all readers had reported already, so that the blocks are free at once.
+        """
+        if self.releases.hold(request_id):
+            return True
+        if lease is not None:
+            self._leases.grant(lease)
+            self._granted[request_id] = lease
+        return False
+
+    def expire(self, request_id: str) -> None:
+        """Keep a request's blocks no longer, whoever has not reported."""
+        self._revoke(request_id)
+        self.releases.expire(request_id)
+
+    def _revoke(self, request_id: str) -> None:
+        lease = self._granted.pop(request_id, None)
+        if lease is not None:
+            self._leases.revoke(lease)
 
     def decline(self, engine_id: str, request_id: str) -> None:
         """Tell a remote engine that this rank needs nothing of a request.
@@ -326,19 +362,23 @@ class RankAgent:
         there = session.memory[batch.remote_rank]
         for part in _parts(batch.nbytes.size, peer.capabilities.descriptors_max):
             nbytes = batch.nbytes[part]
-            try:
-                handle = self._transport.submit(
-                    "read",
-                    peer,
-                    Descriptors(batch.local_address[part], nbytes, *self._memory),
-                    Descriptors(batch.remote_address[part], nbytes, *there),
-                )
-            except TransportError as error:
-                session.lost |= isinstance(error, PeerLostError)
-                transfer.fail(str(error))
+            here = Descriptors(batch.local_address[part], nbytes, *self._memory)
+            remote = Descriptors(batch.remote_address[part], nbytes, *there)
+            if not self._read(transfer, batch.remote_rank, here, remote):
                 return
-            transfer.pending.add(handle)
-            self._transfers[handle] = transfer
+
+    def _read(self, transfer: Transfer, rank: Rank, here: Descriptors, there: Descriptors) -> bool:
+        """Submit a read of a transfer; False if the transport refuses, which fails it."""
+        session = transfer.session
+        try:
+            handle = self._transport.submit("read", session.peers[rank], here, there)
+        except TransportError as error:
+            session.lost |= isinstance(error, PeerLostError)
+            transfer.fail(str(error))
+            return False
+        transfer.pending.add(handle)
+        self._transfers[handle] = transfer
+        return True
 
     def _ended(self) -> Iterator[Transfer]:
         """End the transfers that are quiet or late, and tell the producer of each."""
@@ -346,6 +386,15 @@ class RankAgent:
         for transfer in list(self._live):
             if not transfer.quiet and now_s < transfer.deadline_s:
                 continue
+            if transfer.quiet and not transfer.reason and transfer.lease is not None:
+                if transfer.seen is None:
+                    self._look_at_leases(transfer, transfer.lease)
+                    continue
+                if any(self._leases.word(at) != transfer.lease.epoch for at in transfer.seen):
+                    transfer.fail(
+                        f"engine {transfer.session.engine_id!r} had not kept the blocks of request "
+                        f"{transfer.request_id!r} until they were read: its lease was over"
+                    )
             if not transfer.quiet:
                 transfer.fail(
                     f"{len(transfer.pending)} reads had not ended after "
@@ -357,6 +406,22 @@ class RankAgent:
             self._live.remove(transfer)
             self._tell(transfer.session, transfer.request_id, ok=transfer.state is State.DONE)
             yield transfer
+
+    def _look_at_leases(self, transfer: Transfer, lease: Lease) -> None:
+        """Read the word of the lease on every rank that bytes came from, after those bytes."""
+        session = transfer.session
+        transfer.seen = []
+        for source in transfer.sources:
+            table = session.leases.get(source.rank)
+            if table is None:
+                transfer.fail(f"rank {source.rank} has no table of leases; upgrade that engine")
+                return
+            at = self._leases.landing()
+            here = np.array([self._leases.address_of(at)], np.uint64)
+            there = np.array([table.address + lease.slot * WORD_NBYTES], np.uint64)
+            nbytes = np.array([WORD_NBYTES], np.uint64)
+            transfer.seen.append(at)
+            self._read(transfer, source.rank, Descriptors(here, nbytes), Descriptors(there, nbytes))
 
     def _tell(self, session: Session, request_id: str, *, ok: bool) -> None:
         for rank, peer in session.peers.items():
@@ -384,6 +449,7 @@ class RankAgent:
             self.unreadable += 1
             return
         if self.releases.report(release):
+            self._revoke(release.request_id)
             yield release.request_id
 
 

@@ -30,6 +30,7 @@ class Session:
         plan: What is exchanged, bound to both engines' addresses.
         peers: The remote ranks to talk to.
         memory: Memory kind and device of each of those ranks' caches.
+        leases: Where each of those ranks has its table of leases.
         lost: Whether one of those ranks could not be reached.
     """
 
@@ -39,6 +40,7 @@ class Session:
     plan: EngineTransferPlan
     peers: Mapping[Rank, Peer]
     memory: Mapping[Rank, tuple[str, int]]
+    leases: Mapping[Rank, Region]
     lost: bool = False
 
 
@@ -93,7 +95,9 @@ def open_session(
     try:
         for rank in told:
             peers[rank] = transport.add_peer(
-                bodies[rank].agent_info, caches[rank].regions, timeout_s=timeout_s
+                bodies[rank].agent_info,
+                (*caches[rank].regions, *filter(None, [bodies[rank].leases])),
+                timeout_s=timeout_s,
             )
         _register(topology, first.engine_id, caches)
     except Exception:
@@ -101,7 +105,8 @@ def open_session(
             transport.drop_peer(added)
         raise
     generation = generation_of(metadata)
-    return Session(first.engine_id, first.incarnation, generation, plan, peers, memory)
+    leases = {rank: table for rank in told if (table := bodies[rank].leases) is not None}
+    return Session(first.engine_id, first.incarnation, generation, plan, peers, memory, leases)
 
 
 def generation_of(metadata: Mapping[Rank, HandshakeMetadata]) -> int:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from kvbridge.model import Rank
+from kvbridge.session.leases import Lease
 from kvbridge.session.session import Session
 from kvbridge.transport import Handle, State
 
@@ -41,6 +42,8 @@ class Transfer:
         reason: Why it failed.
         ended_s: Clock when it ended.
         pending: Handles that are not quiet.
+        lease: The promise that the blocks were kept, to be looked at once all bytes are here.
+        seen: Where the word of each source's lease lands; None until it is looked at.
     """
 
     session: Session
@@ -52,6 +55,8 @@ class Transfer:
     reason: str = ""
     ended_s: float = 0.0
     pending: set[Handle] = field(default_factory=set)
+    lease: Lease | None = None
+    seen: list[int] | None = None
 
     @property
     def quiet(self) -> bool:

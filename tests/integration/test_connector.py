@@ -227,6 +227,80 @@ def test_blocks_of_an_earlier_registration_are_not_read(engine: Make) -> None:
     assert_moved(p, d, [3], [2], 4)
 
 
+def test_an_engine_that_slept_is_not_believed_by_those_who_knew_it_either(engine: Make) -> None:
+    p, d = engine("p", LOCAL), engine("d", LOCAL)
+    d.load("before", [2], 4, p.prefill("before", [5], 4))
+    run([p, d], lambda: "before" in d.loaded and "before" in p.sent)
+    old = p.prefill("r", [3], 4)
+    p.step()
+    kept = p.memory[0, 0]  # it may still be mapped: what it holds is nobody's any more
+    p.renew()
+    kept[:] = -5
+    d.load("r", [2], 4, old)
+    run([p, d], lambda: "r" in d.loaded and "r" in p.sent)
+    assert "its lease was over" in d.loaded["r"].error
+    assert p.expired == {"r"}
+    d.load("r2", [2], 4, p.prefill("r2", [3], 4))
+    run([p, d], lambda: "r2" in d.loaded)
+    assert d.loaded["r2"].ok
+
+
+@pytest.mark.parametrize("decode", [{"tp": 1}, {"tp": 4}], ids=str)
+def test_a_reader_that_comes_too_late_is_told_so(engine: Make, decode: dict[str, int]) -> None:
+    """The blocks hold another request's bytes by then, and the read of them would succeed."""
+    p, d = engine("p", {**LOCAL, "lease_s": 0.3}, tp=2), engine("d", LOCAL, **decode)
+    params = p.prefill("r", [3, 1], 8)
+    run([p], lambda: "r" in p.sent)
+    p.fill([3, 1], value=0.5)
+    d.load("r", [2, 7], 8, params)
+    run([p, d], lambda: "r" in d.loaded)
+    assert "its lease was over" in d.loaded["r"].error
+
+
+def test_a_lease_that_ends_while_bytes_move_fails_the_read(engine: Make) -> None:
+    p, d = engine("p", {"name": "a", **LOCAL, "lease_s": 0.4}), engine("d", SLOW)
+    d.load("r", [2], 4, p.prefill("r", [3], 4))
+    run([p, d], lambda: "r" in d.loaded and "r" in p.sent)
+    assert "its lease was over" in d.loaded["r"].error
+    d.load("r2", [2], 4, p.prefill("r2", [5], 4))
+    run([p, d], lambda: "r2" in d.loaded)
+    assert d.loaded["r2"].ok
+
+
+@pytest.mark.parametrize("lease", [[7, 99], [4095, 1]], ids=str)
+def test_a_lease_that_was_never_given_is_none(engine: Make, lease: list[int]) -> None:
+    p, d = engine("p", LOCAL), engine("d", LOCAL)
+    params = p.prefill("r", [3], 4)
+    params["kvbridge"]["children"]["local"]["remote_lease"] = lease
+    d.load("r", [2], 4, params)
+    run([p, d], lambda: "r" in d.loaded)
+    assert "its lease was over" in d.loaded["r"].error
+
+
+def test_a_request_without_a_lease_moves_and_is_warned_of_once(
+    engine: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    p, d = engine("p", LOCAL), engine("d", LOCAL)
+    for request_id in ("r1", "r2"):
+        params = p.prefill(request_id, [3], 4)
+        params["kvbridge"]["children"]["local"]["remote_lease"] = None
+        d.load(request_id, [2], 4, params)
+        run([p, d], lambda: request_id in d.loaded)  # noqa: B023
+        assert d.loaded[request_id].ok
+    assert caplog.text.count("comes without a lease") == 1
+
+
+def test_no_more_requests_are_offered_than_there_are_leases(engine: Make) -> None:
+    p = engine("p", {**LOCAL, "lease_s": 0.3})
+    slots = p.scheduler.scheduler_half._slots  # type: ignore[attr-defined]
+    while len(slots) > 2:
+        slots.pop()
+    assert all(p.prefill(f"r{i}", [3], 4) for i in range(2))
+    assert p.prefill("r2", [3], 4) is None
+    run([p], lambda: len(p.sent) == 2)
+    assert p.prefill("r3", [3], 4) is not None
+
+
 SLOW = {
     "name": "a",
     "transport": "faulty",
