@@ -268,7 +268,7 @@ def test_a_lease_that_ends_while_bytes_move_fails_the_read(engine: Make) -> None
 
 
 @pytest.mark.parametrize("lease", [[7, 99], [4095, 1]], ids=str)
-def test_a_lease_that_was_never_given_is_none(engine: Make, lease: list[int]) -> None:
+def test_b69_an_offer_that_was_never_made_is_none(engine: Make, lease: list[int]) -> None:
     p, d = engine("p", LOCAL), engine("d", LOCAL)
     params = p.prefill("r", [3], 4)
     params["kvbridge"]["children"]["local"]["remote_lease"] = lease
@@ -312,7 +312,9 @@ SLOW = {
 
 
 @pytest.mark.parametrize("several", [False, True])
-def test_a_second_load_of_one_id_waits_until_the_first_is_over(engine: Make, several: bool) -> None:
+def test_b69_a_second_load_of_one_id_waits_until_the_first_is_over(
+    engine: Make, several: bool
+) -> None:
     p = engine("p", two(LOCAL, LOCAL))
     d = engine("d", {"connectors": [SLOW, {"name": "b", **LOCAL}]} if several else SLOW)
     d.load("x", [2], 4, p.prefill("r1", [3], 4))
@@ -331,7 +333,7 @@ def test_a_second_load_of_one_id_waits_until_the_first_is_over(engine: Make, sev
 
 
 @pytest.mark.parametrize("config", [LOCAL, {"connectors": [LOCAL, {"name": "b", **LOCAL}]}])
-def test_a_request_that_finishes_twice_is_offered_once(engine: Make, config: Any) -> None:
+def test_b69_a_request_that_finishes_twice_is_offered_once(engine: Make, config: Any) -> None:
     p, d = engine("p", config), engine("d", config)
     first = p.prefill("r", [1, 2], 8)
     again = Request("r", 8, 8, {"do_remote_decode": True})

@@ -210,7 +210,7 @@ def test_a_child_without_metadata_is_not_called() -> None:
 # --- who loads -----------------------------------------------------------------------------------
 
 
-def test_the_first_child_that_has_tokens_loads_and_the_next_stands_by() -> None:
+def test_b33_the_first_child_that_has_tokens_loads_and_the_next_stands_by() -> None:
     none, first, second, other = Child(0), Child(8), Child(8), Child(4)
     multi = MultiConnector({"n": none, "a": first, "b": second, "o": other})
     request = Request("r", 8)
@@ -322,7 +322,7 @@ def test_if_every_child_raises_the_request_fails_with_all_reasons() -> None:
     assert error == "a: RuntimeError: start is broken; b: RuntimeError: start_standby is broken"
 
 
-def test_reports_of_unknown_requests_and_of_the_wrong_child_are_counted() -> None:
+def test_b33_reports_of_unknown_requests_and_of_the_wrong_child_are_counted() -> None:
     both = Both()
     both.begin()
     both.b.reports.append(loaded("r"))
