@@ -186,9 +186,9 @@ class RankAgent:
         memory = memory_of(local.regions, local.where)
         for engine_id in list(self._sessions):  # their plans are bound to the old addresses
             self.disconnect(engine_id)
-        self._leases.revoke_all()
-        self._granted.clear()
         self._transport.unregister(self._local.regions)
+        self._leases.revoke_all()  # before the engine uses that memory for anything else
+        self._granted.clear()
         self._transport.register(local.regions)
         self._local, self._memory = local, memory
         self._factors = factors_of(local, **self._named)
