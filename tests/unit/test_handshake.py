@@ -287,7 +287,7 @@ def test_b47_the_wrong_engine_behind_an_address_is_named(server: HandshakeServer
 def test_metadata_under_a_wrong_rank_is_not_served(server: HandshakeServer) -> None:
     with pytest.raises(HandshakeError, match=r"wrong ranks: \[\(0, 1\)\]"):
         server.set_xfer_handshake_metadata({1: metadata(0, 0)})
-    with pytest.raises(HandshakeError, match="0 ranks"):
+    with pytest.raises(HandshakeError, match="no ranks to serve"):
         server.set_xfer_handshake_metadata({})
     assert server.generation == 0
 
