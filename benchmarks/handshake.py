@@ -259,6 +259,8 @@ def main() -> None:
     parser.add_argument("--peers", type=int, nargs="+", default=[10, 100, 300, 1000])
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
+    if arguments.runs < 2:
+        parser.error(f"--runs {arguments.runs} gives no quartiles; take at least 2")
     figures = measure(arguments.peers, arguments.runs)
     if arguments.json:
         print(json.dumps(figures, indent=2))

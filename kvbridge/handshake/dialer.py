@@ -41,6 +41,8 @@ _LOST = (
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
 _PROGRESS = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
+_GREETING_S = 3.0
+"""A connection whose greeting takes longer is tried anew, and then given twice as long."""
 _HANG_UPS_MAX = 3
 """So often may a connection end while keys are exchanged, before it is no accident."""
 
@@ -252,9 +254,18 @@ class Dialer:
             answer = asyncio.ensure_future(channel.recv())
             end = asyncio.ensure_future(self._watch(call, monitor, heard))
             try:
-                await asyncio.wait({answer, end}, return_when=asyncio.FIRST_COMPLETED)
+                heard.greeted = False
+                both = {answer, end}
+                await asyncio.wait(
+                    both, timeout=heard.greeting_s, return_when=asyncio.FIRST_COMPLETED
+                )
+                if heard.greeted:  # the rest may take as long as the caller allows
+                    await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
                 if not answer.done():
-                    end.result()
+                    if end.done():
+                        end.result()
+                    else:
+                        heard.greeting_s *= 2  # it may have much to do
                     return None
                 heard.what = "nothing but 'not yet'"
                 return _from_whom_was_asked(call, decode_reply(answer.result()))
@@ -274,6 +285,7 @@ class Dialer:
                 heard.hang_ups = heard.hang_ups + 1 if greeting else 0
                 return
             greeting = event == zmq.EVENT_CONNECTED
+            heard.greeted |= event == zmq.EVENT_HANDSHAKE_SUCCEEDED
 
     @contextlib.asynccontextmanager
     async def _connected(
@@ -332,10 +344,14 @@ class _Heard:
     Attributes:
         what: The last one, in words.
         hang_ups: How many connections in a row ended before the greeting was over.
+        greeted: Whether the last one's greeting is over.
+        greeting_s: How long the next one may take.
     """
 
     what: str = "no answer"
     hang_ups: int = 0
+    greeted: bool = False
+    greeting_s: float = _GREETING_S
 
 
 def fetch_metadata(
