@@ -1,12 +1,11 @@
 """The contract between an engine and a connector."""
 
 from abc import abstractmethod
-from collections.abc import Mapping
 from typing import Any
 
 from kvbridge.connector.values import BlockIds, Request, WorkerReport
 from kvbridge.handshake import HandshakeMetadata, PPAwareHandshake
-from kvbridge.model import Rank, RankCache
+from kvbridge.model import RankCache
 
 
 class Connector(PPAwareHandshake):
@@ -147,6 +146,3 @@ class Connector(PPAwareHandshake):
     @abstractmethod
     def shutdown(self) -> None:
         """Give everything back. Idempotent."""
-
-
-Metadata = Mapping[Rank, HandshakeMetadata]

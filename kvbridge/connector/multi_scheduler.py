@@ -1,6 +1,5 @@
 """Where a MultiConnector decides: which child loads a request, and which stand by."""
 
-import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,8 +9,6 @@ from kvbridge.connector import params
 from kvbridge.connector.base import Connector
 from kvbridge.connector.isolation import Isolation
 from kvbridge.connector.values import BlockIds, Request, WorkerReport
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

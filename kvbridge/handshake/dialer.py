@@ -47,13 +47,11 @@ _HANG_UPS_MAX = 3
 """So often may a connection end while keys are exchanged, before it is no accident."""
 
 
-def pauses(uniform: Callable[[float, float], float] = random.uniform) -> "_Pauses":
-    """Return growing pauses between attempts, jittered so that a fleet does not ask in step."""
-    return _Pauses(uniform)
+class Pauses:
+    """Growing pauses between attempts, jittered so that a fleet does not ask in step."""
 
-
-class _Pauses:
-    def __init__(self, uniform: Callable[[float, float], float]) -> None:
+    def __init__(self, uniform: Callable[[float, float], float] = random.uniform) -> None:
+        """Take what draws from between two numbers."""
         self._uniform, self._longest = uniform, _FIRST_PAUSE_S
 
     def next_s(self) -> float:
@@ -217,7 +215,7 @@ class Dialer:
 
     async def _ask_until_answered(self, call: _Call, heard: "_Heard") -> MetadataReply:
         found = await self._loop.run_in_executor(None, self._find, call)
-        pause = pauses()
+        pause = Pauses()
         attempt = 0
         while True:
             # A name may lead to several addresses, and the engine listen on one of them.

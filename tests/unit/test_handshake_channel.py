@@ -32,7 +32,7 @@ from kvbridge.handshake import (
     keys_of_secret,
     load_keys,
 )
-from kvbridge.handshake.dialer import pauses
+from kvbridge.handshake.dialer import Pauses
 from kvbridge.handshake.messages import MetadataRequest
 from kvbridge.handshake.wire import encode
 from tests.unit.test_handshake import metadata, payload
@@ -417,7 +417,7 @@ def test_a_closed_dialer_gives_up_what_it_was_asked_and_takes_nothing_more() -> 
 
 
 def test_pauses_grow_are_bounded_and_jittered() -> None:
-    longest, shortest = pauses(lambda _, high: high), pauses(lambda low, _: low)
+    longest, shortest = Pauses(lambda _, high: high), Pauses(lambda low, _: low)
     slow = [longest.next_s() for _ in range(8)]
     assert slow == [0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0]
     assert [shortest.next_s() for _ in range(8)] == [each / 2 for each in slow]
