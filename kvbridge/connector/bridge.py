@@ -80,7 +80,7 @@ class BridgeConnector(Connector):
             TransportError: The transport is unknown or cannot run here.
         """
         name = name or config.name or config.transport
-        half = BridgeWorker(
+        half = BridgeWorker.open(
             config,
             name,
             topology,

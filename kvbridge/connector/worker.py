@@ -3,8 +3,10 @@
 import logging
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from kvbridge.connector.config import ConnectorConfig
 from kvbridge.connector.scheduler import Load, StepMetadata, entry_id
@@ -21,8 +23,8 @@ from kvbridge.handshake import (
 )
 from kvbridge.model import RankCache, TransferTopology
 from kvbridge.plan import BlockTable
-from kvbridge.session import Introduction, Introductions, RankAgent, Transfer
-from kvbridge.transport import State, open_transport
+from kvbridge.session import Asks, Introduction, Introductions, RankAgent, Transfer
+from kvbridge.transport import State, Transport, open_transport
 
 _log = logging.getLogger(__name__)
 
@@ -70,14 +72,59 @@ class BridgeWorker:
         config: ConnectorConfig,
         name: str,
         topology: TransferTopology,
+        transport: Transport,
+        dialer: Asks,
         *,
         model: str,
         revision: str | None = None,
         draft_layers: tuple[int, ...] = (),
         incarnation: str | None = None,
         clock: Callable[[], float] = time.monotonic,
+        threads: Executor | None = None,
+        registry: Registry | None = None,
     ) -> None:
-        """Open the transport.
+        """Take what it works with, which is closed with it; :meth:`open` makes that.
+
+        Args:
+            config: The connector.
+            name: Its name.
+            topology: The rank's place in its engine.
+            transport: Open, and nobody else's.
+            dialer: Asks other engines.
+            model: Name of the model.
+            revision: Its revision.
+            draft_layers: Layers of a draft model.
+            incarnation: Agreed with the engine's other ranks.
+            clock: Seconds that never run backwards.
+            threads: Where other engines are joined; some of its own if not given.
+            registry: Where the dialer looks engines up.
+        """
+        self._config, self._name, self._topology = config, name, topology
+        self._named = {"model": model, "revision": revision, "draft_layers": draft_layers}
+        self._incarnation, self._clock, self._threads = incarnation, clock, threads
+        self._transport, self._dialer, self._registry = transport, dialer, registry
+        self._agent: RankAgent | None = None
+        self._introductions: Introductions | None = None
+        self._waiting: list[_Waiting] = []
+        self._reading: list[_Reading] = []
+        self._held: dict[str, tuple[str, float]] = {}  # transfer: its request, and its deadline
+        self._loaded: dict[str, Loaded] = {}
+        self._sent: set[str] = set()
+        self._expired: set[str] = set()
+        self._failures = Failures()
+        self._said_unleased = False
+
+    @classmethod
+    def open(
+        cls,
+        config: ConnectorConfig,
+        name: str,
+        topology: TransferTopology,
+        *,
+        incarnation: str | None = None,
+        **others: Any,
+    ) -> "BridgeWorker":
+        """Open the transport and what asks other engines; see the constructor for the rest.
 
         Raises:
             ConfigError: Something in the configuration cannot be.
@@ -89,25 +136,22 @@ class BridgeWorker:
                 f"engine {topology.engine_id!r} has {ranks} ranks and no incarnation; give all of "
                 "them the same one, fresh at every start, such as a uuid4 of rank 0"
             )
-        self._config, self._name, self._topology = config, name, topology
-        self._named = {"model": model, "revision": revision, "draft_layers": draft_layers}
-        self._incarnation, self._clock = incarnation, clock
         keys, networks = load_keys(config.handshake), Networks(config.handshake.allowed_networks)
-        registry = config.handshake.registry
-        self._registry = None if registry is None else open_registry(registry)
-        self._transport = open_transport({"transport": config.transport, "options": config.options})
-        find = None if self._registry is None else partial(_find, self._registry, name)
-        self._dialer = Dialer(keys=keys, networks=networks, find=find)
-        self._agent: RankAgent | None = None
-        self._introductions: Introductions | None = None
-        self._waiting: list[_Waiting] = []
-        self._reading: list[_Reading] = []
-        self._held: dict[str, tuple[str, float]] = {}  # transfer: its request, and its deadline
-        self._loaded: dict[str, Loaded] = {}
-        self._sent: set[str] = set()
-        self._expired: set[str] = set()
-        self._failures = Failures()
-        self._said_unleased = False
+        chosen = config.handshake.registry
+        registry = None if chosen is None else open_registry(chosen)
+        transport = open_transport({"transport": config.transport, "options": config.options})
+        find = None if registry is None else partial(_find, registry, name)
+        dialer = Dialer(keys=keys, networks=networks, find=find)
+        return cls(
+            config,
+            name,
+            topology,
+            transport,
+            dialer,
+            registry=registry,
+            incarnation=incarnation,
+            **others,
+        )
 
     @property
     def failures(self) -> Failures:
@@ -147,7 +191,11 @@ class BridgeWorker:
             **self._named,  # type: ignore[arg-type]
         )
         self._introductions = Introductions(
-            self._agent, self._dialer, timeout_s=self._config.handshake.timeout_s, clock=self._clock
+            self._agent,
+            self._dialer,
+            timeout_s=self._config.handshake.timeout_s,
+            threads=self._threads,
+            clock=self._clock,
         )
 
     def metadata(self) -> HandshakeMetadata:

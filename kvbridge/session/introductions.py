@@ -4,14 +4,14 @@ import logging
 import queue
 import random
 import time
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 from kvbridge.errors import HandshakeError, KVBridgeError
-from kvbridge.handshake import Dialer, EngineAddress, MetadataReply
+from kvbridge.handshake import EngineAddress, MetadataReply
 from kvbridge.session.agent import RankAgent
 from kvbridge.session.session import Session, generation_of
 
@@ -23,6 +23,24 @@ FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 30.0
 KNOWN_MAX = 1024
 """From so many engines on, those that could not be met are forgotten after their pause."""
+
+
+class Asks(Protocol):
+    """Asks engines for their metadata, as :class:`~kvbridge.handshake.Dialer` does."""
+
+    def fetch(
+        self,
+        address: EngineAddress | None,
+        *,
+        timeout_s: float,
+        engine_id: str,
+        asker: str,
+        factors: Mapping[str, Any],
+    ) -> "Future[MetadataReply]":
+        """Ask one; returns at once."""
+
+    def close(self) -> None:
+        """Ask no more; for its owner."""
 
 
 @dataclass(slots=True, eq=False)
@@ -59,10 +77,10 @@ class Introductions:
     def __init__(
         self,
         agent: RankAgent,
-        dialer: Dialer,
+        dialer: Asks,
         *,
         timeout_s: float = 10.0,
-        threads: int = 8,
+        threads: Executor | None = None,
         clock: Callable[[], float] = time.monotonic,
         uniform: Callable[[float, float], float] = random.uniform,
     ) -> None:
@@ -72,13 +90,13 @@ class Introductions:
             agent: The rank.
             dialer: Asks for metadata.
             timeout_s: How long an engine may take to answer, and then each of its ranks.
-            threads: So many engines may be joined at once.
+            threads: Where engines are joined; eight threads if not given. Shut down at the end.
             clock: Seconds that never run backwards.
             uniform: Draws from between two numbers.
         """
         self._agent, self._dialer, self._timeout_s = agent, dialer, timeout_s
         self._clock, self._uniform = clock, uniform
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="kvbridge-join")
+        self._threads = threads or ThreadPoolExecutor(8, thread_name_prefix="kvbridge-join")
         self._known: dict[str, Introduction] = {}
         self._answers: queue.SimpleQueue[tuple[Introduction, Future[MetadataReply]]] = (
             queue.SimpleQueue()
