@@ -48,7 +48,7 @@ class BridgeConnector(Connector):
             HandshakeError: The handshake port cannot be bound.
         """
         name = name or config.name or config.transport
-        return cls(name, scheduler_half=BridgeScheduler(config, name, engine_id))
+        return cls(name, scheduler_half=BridgeScheduler.open(config, name, engine_id))
 
     @classmethod
     def worker(

@@ -6,7 +6,7 @@ import secrets
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from kvbridge.connector import params
 from kvbridge.connector.config import ConnectorConfig
@@ -18,6 +18,7 @@ from kvbridge.handshake import (
     EngineRecord,
     HandshakeMetadata,
     HandshakeServer,
+    Registry,
     load_keys,
     open_registry,
 )
@@ -93,6 +94,22 @@ def entry_id(engine_id: str, name: str) -> str:
     return f"{engine_id}~{name}"
 
 
+class Serves(Protocol):
+    """Tells other engines what an engine has published, as ``HandshakeServer`` does."""
+
+    @property
+    def address(self) -> EngineAddress:
+        """Where it listens."""
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: Mapping[Rank, HandshakeMetadata]
+    ) -> None:
+        """Tell this from now on."""
+
+    def close(self) -> None:
+        """Tell nobody anything any more."""
+
+
 class BridgeScheduler:
     """Decides for one connector; see :class:`~kvbridge.connector.Connector` for the hooks.
 
@@ -101,24 +118,31 @@ class BridgeScheduler:
         refused: Requests whose params could not be read.
     """
 
-    def __init__(self, config: ConnectorConfig, name: str, engine_id: str) -> None:
-        """Bind the handshake port.
+    def __init__(
+        self,
+        config: ConnectorConfig,
+        name: str,
+        engine_id: str,
+        server: Serves,
+        *,
+        registry: Registry | None = None,
+    ) -> None:
+        """Take what it works with, which is closed with it; :meth:`open` makes that.
+
+        Args:
+            config: The connector.
+            name: Its name.
+            engine_id: The engine.
+            server: Tells other engines what the ranks have published.
+            registry: Where the engine is announced.
 
         Raises:
-            ConfigError: A key, secret or address is none.
-            HandshakeError: The address cannot be bound.
+            ConfigError: Nobody can dial the address that the server listens on.
         """
         self._config, self._name = config, name
         self._engine_id = config.engine_id or engine_id
-        handshake = config.handshake
-        registry = handshake.registry
-        self._registry = None if registry is None else open_registry(registry)
-        self.server = HandshakeServer(handshake.host, handshake.port, keys=load_keys(handshake))
-        try:
-            self._address = self._advertised()
-        except ConfigError:
-            self.server.close()
-            raise
+        self.server, self._registry = server, registry
+        self._address = self._advertised()
         self._numbers = itertools.count(1)
         self._engine: dict[Rank, HandshakeMetadata] = {}
         self._engine_is_new = False
@@ -131,9 +155,26 @@ class BridgeScheduler:
         self.refused = 0
         self._unmatched = 0
 
+    @classmethod
+    def open(cls, config: ConnectorConfig, name: str, engine_id: str) -> "BridgeScheduler":
+        """Bind the handshake port.
+
+        Raises:
+            ConfigError: A key, secret or address is none.
+            HandshakeError: The address cannot be bound.
+        """
+        handshake = config.handshake
+        registry = None if handshake.registry is None else open_registry(handshake.registry)
+        server = HandshakeServer(handshake.host, handshake.port, keys=load_keys(handshake))
+        try:
+            return cls(config, name, engine_id, server, registry=registry)
+        except ConfigError:
+            server.close()
+            raise
+
     def _advertised(self) -> EngineAddress:
         """Return the address that requests carry (report B47)."""
-        handshake, port = self._config.handshake, self.server.port
+        handshake, port = self._config.handshake, self.server.address.port
         host = handshake.advertise_host or handshake.host
         if host in {"0.0.0.0", "::", "[::]"}:  # noqa: S104 - nobody can dial that
             raise ConfigError(

@@ -67,7 +67,7 @@ def test_b42_requests_to_a_dead_peer_fail_once_each_and_others_go_on(engine: Mak
 def test_b42_an_engine_that_has_registered_nothing_yet_is_asked_again(engine: Make) -> None:
     d = engine("d", LOCAL)
     starting = BridgeConnector.scheduler(ConnectorConfig(), engine_id="p")
-    port = starting.scheduler_half.server.port
+    port = starting.scheduler_half.server.address.port
     d.load("r", [2], 4, params_at(port, "p"))
     deadline_s = time.monotonic() + 1.0
     while time.monotonic() < deadline_s:
