@@ -113,7 +113,7 @@ class RankAgent:
         self._sessions: dict[str, Session] = {}
         self._transfers: dict[Handle, Transfer] = {}
         self._live: list[Transfer] = []
-        self.releases = ReleaseBook()
+        self.releases = ReleaseBook(clock)
         self._leases = LeaseTable()
         self._granted: dict[str, Lease] = {}
         self.unreadable = 0

@@ -1,31 +1,41 @@
 """The producer's side: which requests' blocks are still needed by whom."""
 
+import time
 from collections import OrderedDict
+from collections.abc import Callable
 
 from kvbridge.handshake.messages import Release
 from kvbridge.model import Rank
 
-Reader = tuple[str, str, Rank]
-"""Engine id, incarnation and rank of a reader."""
+Engine = tuple[str, str]
+"""Id and incarnation."""
 
-_EARLY_MAX = 4096
+READERS_MAX = 4096
+"""So many ranks may report on one request; no engine has more."""
+EARLY_MAX = 4096
+EARLY_S = 600.0
+"""A request that is not held for so long after a reader's report was never to be, or is over."""
 
 
 class ReleaseBook:
     """Counts, for every request held, the distinct readers that are done with it.
 
-    How many must report is in their plan and travels with each report. Reports that come before
-    the request is held are kept, up to a bound (report B27); repeated ones change nothing.
+    How many ranks of an engine must report is in their plan and travels with each report; what
+    ranks of another engine, or of another start of it, say does not add up with that. Reports that
+    come before the request is held are kept, for a time and up to a bound (report B27); repeated
+    ones change nothing.
 
     Attributes:
-        duplicates: Reports by a reader that had reported already.
-        forgotten: Early reports that fell out of the bound.
+        duplicates: Reports by a reader that had reported already, or by more than there can be.
+        forgotten: Requests that were reported on and have not been held since.
     """
 
-    def __init__(self) -> None:
-        """Start with nothing held."""
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """Start with nothing held; ``clock`` never runs backwards."""
+        self._clock = clock
         self._held: set[str] = set()
-        self._reports: OrderedDict[str, dict[Reader, int]] = OrderedDict()
+        self._reports: dict[str, dict[Engine, dict[Rank, int]]] = {}
+        self._early: OrderedDict[str, float] = OrderedDict()  # when those not held were reported
         self.duplicates = 0
         self.forgotten = 0
 
@@ -41,11 +51,13 @@ class ReleaseBook:
             Whether all readers had reported already, so that the blocks are free at once.
         """
         self._held.add(request_id)
+        self._early.pop(request_id, None)
         return self._settle(request_id)
 
     def expire(self, request_id: str) -> None:
         """Keep a request's blocks no longer, whoever has not reported."""
         self._held.discard(request_id)
+        self._early.pop(request_id, None)
         self._reports.pop(request_id, None)
 
     def report(self, release: Release) -> bool:
@@ -54,26 +66,32 @@ class ReleaseBook:
         Returns:
             Whether the request is held and this was the last reader, so that its blocks are free.
         """
-        reports = self._reports.setdefault(release.request_id, {})
-        reader = (release.engine_id, release.incarnation, release.rank)
-        if reader in reports:
+        engines = self._reports.setdefault(release.request_id, {})
+        engine = (release.engine_id, release.incarnation)
+        known = release.rank in engines.get(engine, {})
+        if known or sum(map(len, engines.values())) >= READERS_MAX:
             self.duplicates += 1
             return False
-        reports[reader] = release.readers
+        engines.setdefault(engine, {})[release.rank] = release.readers
         if self._settle(release.request_id):
             return True
-        if len(self._reports) > _EARLY_MAX:
-            early = next((r for r in self._reports if r not in self._held), None)
-            if early is not None:
-                del self._reports[early]
-                self.forgotten += 1
+        if release.request_id not in self._held:
+            self._early.setdefault(release.request_id, self._clock())
+            self._forget()
         return False
+
+    def _forget(self) -> None:
+        oldest_s = self._clock() - EARLY_S
+        while len(self._early) > EARLY_MAX or next(iter(self._early.values())) < oldest_s:
+            request_id, _ = self._early.popitem(last=False)
+            del self._reports[request_id]
+            self.forgotten += 1
 
     def _settle(self, request_id: str) -> bool:
         if request_id not in self._held:
             return False
-        reports = self._reports.get(request_id, {})
-        if not reports or len(reports) < max(reports.values()):
+        engines = self._reports.get(request_id, {})
+        if not any(len(ranks) >= max(ranks.values()) for ranks in engines.values()):
             return False
         self._held.remove(request_id)
         del self._reports[request_id]

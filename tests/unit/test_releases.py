@@ -51,11 +51,41 @@ def test_requests_do_not_mix() -> None:
 
 
 def test_early_reports_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(releases, "_EARLY_MAX", 3)
+    monkeypatch.setattr(releases, "EARLY_MAX", 3)
     book = ReleaseBook()
     book.hold("held")
     book.report(report("held", 0, 2))
     for i in range(10):
         book.report(report(f"unknown-{i}", 0, 1))
-    assert book.forgotten == 8
+    assert book.forgotten == 7
     assert book.report(report("held", 1, 2)), "a held request is never forgotten"
+
+
+def test_early_reports_are_kept_for_a_time() -> None:
+    now_s = [0.0]
+    book = ReleaseBook(lambda: now_s[0])
+    book.report(report("old", 0, 1))
+    now_s[0] = releases.EARLY_S + 1
+    book.report(report("new", 0, 1))
+    assert book.forgotten == 1
+    assert not book.hold("old")
+    assert book.hold("new")
+
+
+def test_ranks_of_several_engines_do_not_add_up() -> None:
+    """Two engines of two ranks each, or two starts of one: none of them has read all."""
+    book = ReleaseBook()
+    book.hold("r")
+    assert not book.report(report("r", 0, 2, engine="d"))
+    assert not book.report(report("r", 1, 2, engine="e"))
+    assert not book.report(Release("r", "d", "another start", (0, 1), 2))
+    assert book.report(report("r", 1, 2, engine="d"))
+
+
+def test_readers_of_one_request_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(releases, "READERS_MAX", 5)
+    book = ReleaseBook()
+    book.hold("r")
+    for i in range(9):
+        book.report(report("r", 0, 2, engine=f"e{i}"))
+    assert book.duplicates == 4
