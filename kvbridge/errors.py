@@ -19,6 +19,10 @@ class ConfigError(KVBridgeError, ValueError):
     """A configuration value is unknown, malformed or contradicts another one."""
 
 
+class WrongHalfError(ConfigError):
+    """An engine called a hook on the half of a connector that does not have it."""
+
+
 class TopologyConflictError(KVBridgeError, ValueError):
     """A live engine id was registered again with different facts."""
 
@@ -74,6 +78,10 @@ class AuthenticationError(HandshakeError):
 
 class HandshakeTimeoutError(HandshakeError, TimeoutError):
     """A peer did not answer in time."""
+
+
+class UnknownHostError(HandshakeError, LookupError):
+    """A peer's name does not resolve, or not yet."""
 
 
 class TransportError(KVBridgeError):

@@ -1,6 +1,7 @@
 """The contract between an engine and a connector."""
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from typing import Any
 
 from kvbridge.connector.values import BlockIds, Request, WorkerReport
@@ -29,7 +30,8 @@ class Connector(PPAwareHandshake):
     3. every worker: :meth:`start_load_kv` with it, and :meth:`get_finished`
     4. scheduler: :meth:`update_connector_output` with what the workers reported
 
-    and at the end :meth:`shutdown` on all. No hook waits for a peer. Each half is called from one
+    and at the end :meth:`shutdown` on all. :attr:`ready` and :meth:`refusals` of the scheduler half
+    may be asked at any time. No hook waits for a peer. Each half is called from one
     thread.
 
     Attributes:
@@ -39,6 +41,20 @@ class Connector(PPAwareHandshake):
     required_layout: str | None = None
 
     # --- scheduler half --------------------------------------------------------------------------
+
+    @property
+    def ready(self) -> bool:
+        """Whether requests may come, for an engine's readiness probe.
+
+        False until every peer that is known beforehand has answered, or has been silent for as long
+        as an answer may take; and while one of them is known not to fit. A peer that is silent does
+        not count: it may be waiting for this engine to be ready. Always true without such peers.
+        """
+        return not self.refusals()
+
+    def refusals(self) -> Mapping[str, str]:
+        """Return why engines that are known beforehand do not fit, by their addresses."""
+        return {}
 
     @abstractmethod
     def get_num_new_matched_tokens(

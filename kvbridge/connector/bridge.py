@@ -9,7 +9,7 @@ from kvbridge.connector.config import ConnectorConfig
 from kvbridge.connector.scheduler import BridgeScheduler, Load, StepMetadata
 from kvbridge.connector.values import BlockIds, Request, WorkerReport
 from kvbridge.connector.worker import BridgeWorker
-from kvbridge.errors import ConfigError
+from kvbridge.errors import ConfigError, WrongHalfError
 from kvbridge.handshake import HandshakeMetadata
 from kvbridge.model import Rank, RankCache, TransferTopology
 
@@ -97,10 +97,10 @@ class BridgeConnector(Connector):
         """The half where the engine decides.
 
         Raises:
-            ConfigError: This is a worker's connector.
+            WrongHalfError: This is a worker's connector.
         """
         if self._scheduler_half is None:
-            raise ConfigError(f"connector {self.name!r} of a worker was asked to decide")
+            raise WrongHalfError(f"connector {self.name!r} of a worker was asked to decide")
         return self._scheduler_half
 
     @property
@@ -108,10 +108,12 @@ class BridgeConnector(Connector):
         """The half of a rank.
 
         Raises:
-            ConfigError: This is the scheduler's connector.
+            WrongHalfError: This is the scheduler's connector.
         """
         if self._worker_half is None:
-            raise ConfigError(f"connector {self.name!r} of the scheduler was asked to move bytes")
+            raise WrongHalfError(
+                f"connector {self.name!r} of the scheduler was asked to move bytes"
+            )
         return self._worker_half
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, HandshakeMetadata]) -> None:
@@ -123,6 +125,13 @@ class BridgeConnector(Connector):
     ) -> None:
         """Serve every rank."""
         self.scheduler_half.publish(metadata)
+
+    @property
+    def ready(self) -> bool:
+        return self.scheduler_half.ready
+
+    def refusals(self) -> dict[str, str]:
+        return self.scheduler_half.refusals()
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int

@@ -7,7 +7,7 @@ from msgspec import Meta
 
 from kvbridge.config import Config, parse_config
 from kvbridge.errors import ConfigError
-from kvbridge.handshake import SecurityConfig
+from kvbridge.handshake import EngineAddress, Networks, SecurityConfig
 
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 Positive = Annotated[float, Meta(gt=0, le=86_400)]
@@ -22,6 +22,8 @@ class HandshakeConfig(SecurityConfig, frozen=True):
         port: Port; 0 takes a free one.
         advertise_host: Host that requests carry, where peers reach the engine by another one.
         allowed_networks: Networks that may be dialled.
+        peers: Engines that are known beforehand, as ``host:port`` or ``[ipv6]:port``. They are
+            asked at the start, and this engine is not ready while one of them does not fit.
         registry: Where engines are found that requests name without an address, and where this one
             announces itself: ``{"registry": "redis", "options": {...}}``; None for nowhere.
         ttl_s: How long an entry there outlives the engine.
@@ -32,6 +34,7 @@ class HandshakeConfig(SecurityConfig, frozen=True):
     port: Annotated[int, Meta(ge=0, le=65535)] = 0
     advertise_host: str | None = None
     allowed_networks: tuple[str, ...] = LOOPBACK
+    peers: tuple[str, ...] = ()
     registry: dict[str, Any] | None = None
     ttl_s: Positive = 15.0
     timeout_s: Positive = 10.0
@@ -84,6 +87,7 @@ def connector_configs(values: object) -> dict[str, ConnectorConfig]:
             )
         configs[name] = config
     _check_ports(configs)
+    _check_peers(configs)
     if not configs:
         raise ConfigError(
             "no connector is configured; give at least one, such as {transport: nixl}"
@@ -102,6 +106,44 @@ def _check_ports(configs: Mapping[str, ConnectorConfig]) -> None:
                 f"connectors {first!r} and {name!r} would both listen on {host} port {port}; give "
                 "each a handshake.port of its own, or 0 for a free one"
             )
+
+
+def known_peers(handshake: HandshakeConfig) -> tuple[EngineAddress, ...]:
+    """Return the addresses of the engines that are known beforehand.
+
+    Raises:
+        ConfigError: One is none, or may not be dialled.
+    """
+    networks = Networks(handshake.allowed_networks)
+    peers: dict[EngineAddress, None] = {}
+    for text in handshake.peers:
+        address = EngineAddress.parse(text, where="handshake.peers:")
+        if not address.port:
+            raise ConfigError(
+                f"handshake.peers: {text!r} has no port that can be dialled; give the peer a "
+                "handshake.port of its own, and name that"
+            )
+        if not networks.admit(address):
+            raise ConfigError(
+                f"handshake.peers: {address} is outside of the networks that may be dialled "
+                f"({networks}); add its network to handshake.allowed_networks"
+            )
+        peers[address] = None
+    return tuple(peers)
+
+
+def _check_peers(configs: Mapping[str, ConnectorConfig]) -> None:
+    """Refuse children that would ask one port: it belongs to one connector of the peer."""
+    owners: dict[EngineAddress, str] = {}
+    for name, config in configs.items():
+        for address in known_peers(config.handshake):
+            first = owners.setdefault(address, name)
+            if first != name:
+                raise ConfigError(
+                    f"connectors {first!r} and {name!r} both have {address} in handshake.peers; "
+                    "each connector of a peer has a port of its own, so give each child here "
+                    "handshake.peers of its own"
+                )
 
 
 def _children(values: object) -> list[Mapping[str, Any]]:

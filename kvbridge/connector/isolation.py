@@ -5,6 +5,8 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from kvbridge.errors import WrongHalfError
+
 _log = logging.getLogger(__name__)
 
 FIRST_PAUSE_S = 0.1
@@ -38,10 +40,16 @@ class Isolation:
     def call(self, action: Callable[[], T], otherwise: T) -> T:
         """Return what an action of the child returns; if it raises, what stands for that.
 
-        A child may be anybody's code, so whatever it raises stays here.
+        A child may be anybody's code, so whatever it raises stays here; unless it was called on
+        the wrong half, which is the engine's mistake and none of the child's.
+
+        Raises:
+            WrongHalfError: It was.
         """
         try:
             result = action()
+        except WrongHalfError:
+            raise
         except Exception as error:
             self.errors += 1
             self._in_a_row += 1

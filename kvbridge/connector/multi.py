@@ -108,6 +108,13 @@ class MultiConnector(Connector):
             tuple(None if data is None else encode(data) for data in metadata),
         )
 
+    @property
+    def ready(self) -> bool:
+        return self.scheduler_half.ready
+
+    def refusals(self) -> dict[str, str]:
+        return self.scheduler_half.refusals()
+
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:

@@ -55,6 +55,26 @@ class MultiScheduler:
         self._saving: dict[str, tuple[str, ...]] = {}
         self._loading: set[str] = set()
 
+    @property
+    def ready(self) -> bool:
+        """Whether every child is: what does not fit over one of them is hidden by the others.
+
+        A child that raises is left alone in this too.
+        """
+        answers = {
+            name: self._call(name, partial(getattr, child, "ready"), True)
+            for name, child in self._children.items()
+        }
+        return all(answers.values())
+
+    def refusals(self) -> dict[str, str]:
+        """Return why peers do not fit, by child and address."""
+        return {
+            f"{name} {address}": why
+            for name, child in self._children.items()
+            for address, why in self._call(name, child.refusals, {}).items()
+        }
+
     def matched_tokens(self, request: Request, computed: int) -> tuple[int | None, bool]:
         """Ask the children in order; the first that has tokens will load."""
         self._offers.pop(request.request_id, None)

@@ -1,7 +1,9 @@
 """The half of a connector where an engine decides: which requests load what, and who holds what."""
 
+import contextlib
 import itertools
 import logging
+import math
 import secrets
 from collections import deque
 from collections.abc import Mapping
@@ -9,25 +11,32 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from kvbridge.connector import params
-from kvbridge.connector.config import ConnectorConfig
+from kvbridge.connector.config import ConnectorConfig, known_peers
 from kvbridge.connector.params import RemoteRequest
+from kvbridge.connector.peers import KnownPeers
 from kvbridge.connector.values import BlockIds, Request, WorkerReport
 from kvbridge.errors import ConfigError
 from kvbridge.handshake import (
+    Dialer,
     EngineAddress,
     EngineRecord,
     HandshakeMetadata,
     HandshakeServer,
+    Networks,
     Registry,
     load_keys,
     open_registry,
 )
 from kvbridge.handshake.metadata import open_envelope
-from kvbridge.model import Rank
+from kvbridge.model import Rank, RankCache
 from kvbridge.session import Lease
 from kvbridge.session.leases import EPOCH_BITS, SLOTS
+from kvbridge.session.session import body_of
 
 _log = logging.getLogger(__name__)
+
+_KEEPS_ALL = frozenset({"attention", "mla"})
+"""Kinds of cache groups whose tables have an entry for every token of a request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +135,7 @@ class BridgeScheduler:
         server: Serves,
         *,
         registry: Registry | None = None,
+        peers: KnownPeers | None = None,
     ) -> None:
         """Take what it works with, which is closed with it; :meth:`open` makes that.
 
@@ -135,17 +145,19 @@ class BridgeScheduler:
             engine_id: The engine.
             server: Tells other engines what the ranks have published.
             registry: Where the engine is announced.
+            peers: The engines that are known beforehand.
 
         Raises:
             ConfigError: Nobody can dial the address that the server listens on.
         """
         self._config, self._name = config, name
         self._engine_id = config.engine_id or engine_id
-        self.server, self._registry = server, registry
+        self.server, self._registry, self._peers = server, registry, peers
         self._address = self._advertised()
         self._numbers = itertools.count(1)
         self._engine: dict[Rank, HandshakeMetadata] = {}
         self._engine_is_new = False
+        self._cache: RankCache | None = None  # of any rank: all have the same groups of blocks
         self._settled: set[str] = set()  # requests whose blocks elsewhere have been dealt with
         self._loading: set[str] = set()  # those that have not been reported as loaded
         self._holding: dict[str, Lease] = {}  # those whose blocks have not been reported as sent
@@ -165,12 +177,23 @@ class BridgeScheduler:
         """
         handshake = config.handshake
         registry = None if handshake.registry is None else open_registry(handshake.registry)
-        server = HandshakeServer(handshake.host, handshake.port, keys=load_keys(handshake))
-        try:
-            return cls(config, name, engine_id, server, registry=registry)
-        except ConfigError:
-            server.close()
-            raise
+        keys, addresses = load_keys(handshake), known_peers(handshake)
+        with contextlib.ExitStack() as opened:
+            server = HandshakeServer(handshake.host, handshake.port, keys=keys)
+            opened.callback(server.close)
+            peers = None
+            if addresses:
+                peers = KnownPeers(
+                    addresses,
+                    Dialer(keys=keys, networks=Networks(handshake.allowed_networks)),
+                    asker=config.engine_id or engine_id,
+                    reads=config.role != "producer",
+                    timeout_s=handshake.timeout_s,
+                )
+                opened.callback(peers.close)
+            half = cls(config, name, engine_id, server, registry=registry, peers=peers)
+            opened.pop_all()
+        return half
 
     def _advertised(self) -> EngineAddress:
         """Return the address that requests carry (report B47)."""
@@ -200,6 +223,7 @@ class BridgeScheduler:
         """
         self.server.set_xfer_handshake_metadata_pp_aware(metadata)
         self._engine, self._engine_is_new = dict(metadata), True
+        self._cache = body_of(next(iter(metadata.values()))).cache
         if self._registry is not None:
             record = EngineRecord(
                 engine_id=entry_id(self._engine_id, self._name),
@@ -209,6 +233,8 @@ class BridgeScheduler:
                 labels={"transport": self._config.transport, "role": self._config.role},
             )
             self._registry.announce(record, ttl_s=self._config.handshake.ttl_s)
+        if self._peers is not None:
+            self._peers.ask(metadata)
 
     def matched_tokens(self, request: Request, computed: int) -> int | None:
         """Return how many tokens beyond those computed another engine holds.
@@ -262,7 +288,18 @@ class BridgeScheduler:
                 request.request_id,
             )
             return False, None
-        if not wanted or request.aborted or not request.computed_tokens or not self._engine:
+        if not wanted or request.aborted or not request.computed_tokens or self._cache is None:
+            return False, None
+        held = _tokens_in(block_ids, self._cache)
+        if held < request.computed_tokens:
+            # Which of both is wrong cannot be told; to offer part of it could be the wrong part.
+            _log.warning(
+                "request %s is not offered: the engine has computed %d tokens of it, the blocks "
+                "that it lists hold %d; list its blocks from the first token on",
+                request.request_id,
+                request.computed_tokens,
+                held,
+            )
             return False, None
         if not self._slots:
             _log.warning(
@@ -294,8 +331,19 @@ class BridgeScheduler:
         for request_id in report.sent & self._holding.keys():
             self._slots.append(self._holding.pop(request_id).slot)
 
+    @property
+    def ready(self) -> bool:
+        """Whether no engine that is known beforehand speaks against requests."""
+        return self._peers is None or self._peers.ready
+
+    def refusals(self) -> dict[str, str]:
+        """Return why engines that are known beforehand do not fit, by their addresses."""
+        return {} if self._peers is None else self._peers.refusals()
+
     def take_step(self) -> StepMetadata:
         """Return what is new since the last step."""
+        if self._peers is not None:
+            self._peers.poll()
         engine = self._engine if self._engine_is_new else None
         step = StepMetadata(tuple(self._loads), tuple(self._holds), engine)
         self._loads, self._holds, self._engine_is_new = [], [], False
@@ -305,7 +353,9 @@ class BridgeScheduler:
         """Free the port, and take leave of the registry."""
         if self._registry is not None:
             self._registry.close()
-        self._engine = {}  # nobody can be offered anything any more
+        if self._peers is not None:
+            self._peers.close()
+        self._cache = None  # nobody can be offered anything any more
         self.server.close()
 
     def _remote(self, request: Request) -> RemoteRequest | None:
@@ -336,3 +386,15 @@ class BridgeScheduler:
             _log.warning("request %s cannot be loaded: %s", request.request_id, error)
             return None
         return remote
+
+
+def _tokens_in(block_ids: BlockIds, cache: RankCache) -> float:
+    """Return how many tokens blocks can hold, by the groups that keep every token."""
+    return min(
+        (
+            len(ids) * group.block_tokens * cache.dcp_size
+            for ids, group in zip(block_ids, cache.groups, strict=False)
+            if group.kind in _KEEPS_ALL
+        ),
+        default=math.inf,
+    )

@@ -11,7 +11,7 @@ from kvbridge.handshake.compatibility import (
 )
 from kvbridge.handshake.dialer import Dialer, fetch_metadata
 from kvbridge.handshake.discovery import EngineRecord, Registry, open_registry
-from kvbridge.handshake.messages import MetadataReply, Release
+from kvbridge.handshake.messages import MetadataReply, Release, RenewalReply, RenewalRequest
 from kvbridge.handshake.metadata import HandshakeMetadata, RankPayload
 from kvbridge.handshake.security import Keys, SecurityConfig, keys_of_secret, load_keys
 from kvbridge.handshake.server import HandshakeServer
@@ -30,6 +30,8 @@ __all__ = [
     "RankPayload",
     "Registry",
     "Release",
+    "RenewalReply",
+    "RenewalRequest",
     "SecurityConfig",
     "check_compatible",
     "compare",

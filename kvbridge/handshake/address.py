@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Union
 
-from kvbridge.errors import ConfigError, HandshakeError
+from kvbridge.errors import ConfigError, HandshakeError, UnknownHostError
 
 PORT_MAX = 65535
 _HOST_MAX_LENGTH = 253
@@ -117,6 +117,20 @@ def _literal(host: str) -> _Address | None:
         return None
 
 
+def look_up(host: str) -> list[str]:
+    """Return the IP addresses of a host; may wait for a resolver.
+
+    Raises:
+        UnknownHostError: The name does not resolve.
+    """
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        why = getattr(error, "strerror", error)
+        raise UnknownHostError(f"host {host!r} cannot be found: {why}") from error
+    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+
 class Networks:
     """The networks that may be dialled; everything else is refused before a packet is sent.
 
@@ -149,6 +163,11 @@ class Networks:
         mapped = literal.ipv4_mapped if isinstance(literal, ipaddress.IPv6Address) else None
         return any((mapped or literal) in network for network in self._networks)
 
+    def admit(self, address: EngineAddress) -> bool:
+        """Whether an address may be dialled, as far as can be told without a resolver."""
+        literal = _literal(address.host)
+        return literal is None or str(literal) in self
+
     def resolve(self, address: EngineAddress) -> Sequence[EngineAddress]:
         """Return where an address leads: IP addresses, all of them within the networks.
 
@@ -156,15 +175,10 @@ class Networks:
         elsewhere the next time.
 
         Raises:
-            HandshakeError: The name is unknown, or leads outside.
+            UnknownHostError: The name does not resolve.
+            HandshakeError: It leads outside.
         """
-        try:
-            found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
-        except (OSError, UnicodeError) as error:
-            raise HandshakeError(
-                f"host {address.host!r} cannot be found: {getattr(error, 'strerror', error)}"
-            ) from error
-        hosts = list(dict.fromkeys(str(entry[4][0]) for entry in found))
+        hosts = look_up(address.host)
         inside = [host for host in hosts if "%" not in host and host in self]
         if not inside:
             raise HandshakeError(

@@ -23,7 +23,14 @@ from kvbridge.errors import (
 )
 from kvbridge.handshake.address import EngineAddress, Networks
 from kvbridge.handshake.discovery import EngineRecord
-from kvbridge.handshake.messages import MetadataReply, MetadataRequest, decode_reply
+from kvbridge.handshake.messages import (
+    MetadataReply,
+    MetadataRequest,
+    RenewalReply,
+    RenewalRequest,
+    Request,
+    decode_reply,
+)
 from kvbridge.handshake.security import Keys
 from kvbridge.handshake.sockets import channel_socket
 from kvbridge.handshake.wire import MESSAGE_MAX_BYTES, encode
@@ -50,16 +57,24 @@ _HANG_UPS_MAX = 3
 class Pauses:
     """Growing pauses between attempts, jittered so that a fleet does not ask in step."""
 
-    def __init__(self, uniform: Callable[[float, float], float] = random.uniform) -> None:
-        """Take what draws from between two numbers."""
-        self._uniform, self._longest = uniform, _FIRST_PAUSE_S
+    def __init__(
+        self,
+        uniform: Callable[[float, float], float] = random.uniform,
+        *,
+        first_s: float = _FIRST_PAUSE_S,
+        longest_s: float = _LONGEST_PAUSE_S,
+    ) -> None:
+        """Take what draws from between two numbers, the first pause and the longest one."""
+        self._uniform, self._pause_s, self._longest_s = uniform, first_s, longest_s
 
     def next_s(self) -> float:
         """Return the next pause, between half and all of what has doubled each time."""
-        pause_s = self._uniform(self._longest / 2, self._longest)
-        self._longest = min(2 * self._longest, _LONGEST_PAUSE_S)
+        pause_s = self._uniform(self._pause_s / 2, self._pause_s)
+        self._pause_s = min(2 * self._pause_s, self._longest_s)
         return pause_s
 
+
+_Answer = MetadataReply | RenewalReply
 
 Find = Callable[[str], EngineRecord | None]
 """Returns the record of an engine, by its id."""
@@ -70,7 +85,7 @@ class _Call:
     """One question: to whom, what, until when."""
 
     address: EngineAddress | None
-    request: MetadataRequest
+    request: Request
     deadline_s: float
     timeout_s: float
 
@@ -146,6 +161,7 @@ class Dialer:
             - HandshakeTimeoutError: No answer came in time, or none but "not yet".
             - AuthenticationError: One side does not have the keys that the other expects.
             - IncompatibleError: The engines differ.
+            - UnknownHostError: The address has a name that does not resolve.
             - HandshakeError: The answer is a refusal or cannot be read, or the address is unknown
               or outside of the networks.
 
@@ -153,6 +169,37 @@ class Dialer:
             ConfigError: The time is none, or there is neither address nor registry.
             HandshakeError: The dialer is closed.
         """
+        mine = dict(factors) if factors is not None else None
+        request = MetadataRequest(engine_id=engine_id, ranks=ranks, asker=asker, factors=mine)
+        return self._ask(address, request, timeout_s)
+
+    def renew(
+        self,
+        address: EngineAddress | None,
+        request: RenewalRequest,
+        *,
+        timeout_s: float,
+    ) -> "Future[RenewalReply]":
+        """Ask an engine to keep blocks for longer; returns at once.
+
+        Args:
+            address: Where its handshake server listens; None to look its id up in the registry.
+            request: What to keep.
+            timeout_s: How long the answer may take.
+
+        Returns:
+            What becomes the answer, or an error as :meth:`fetch` says.
+
+        Raises:
+            ConfigError: The time is none, or there is neither address nor registry.
+            HandshakeError: The dialer is closed.
+        """
+        return self._ask(address, request, timeout_s)
+
+    def _ask(
+        self, address: EngineAddress | None, request: Request, timeout_s: float
+    ) -> Future[Any]:
+        engine_id = request.engine_id
         if address is None and (self._lookup is None or engine_id is None):
             raise ConfigError(
                 f"engine {engine_id!r} comes without an address, and no registry is configured "
@@ -162,10 +209,8 @@ class Dialer:
         deadline_s = time.monotonic() + check_timeout(timeout_s, "timeout_s")
         if self._closed:
             raise HandshakeError(f"the dialer is closed; {address or engine_id} is not asked")
-        mine = dict(factors) if factors is not None else None
-        request = MetadataRequest(engine_id=engine_id, ranks=ranks, asker=asker, factors=mine)
         call = _Call(address, request, deadline_s, timeout_s)
-        answer: Future[MetadataReply] = Future()
+        answer: Future[Any] = Future()
         self._waiting[answer] = call
         asyncio.run_coroutine_threadsafe(self._answer(call, answer), self._loop)
         return answer
@@ -192,7 +237,7 @@ class Dialer:
         self._loop.close()
         self._context.destroy(linger=0)
 
-    async def _answer(self, call: _Call, answer: "Future[MetadataReply]") -> None:
+    async def _answer(self, call: _Call, answer: Future[Any]) -> None:
         try:
             reply = await self._fetch(call)
         except Exception as error:
@@ -202,7 +247,7 @@ class Dialer:
             del self._waiting[answer]
             answer.set_result(reply)
 
-    async def _fetch(self, call: _Call) -> MetadataReply:
+    async def _fetch(self, call: _Call) -> _Answer:
         heard = _Heard()
         try:
             async with asyncio.timeout_at(self._loop.time() + call.deadline_s - time.monotonic()):
@@ -213,7 +258,7 @@ class Dialer:
                 "engine runs and that this is its handshake port"
             ) from None
 
-    async def _ask_until_answered(self, call: _Call, heard: "_Heard") -> MetadataReply:
+    async def _ask_until_answered(self, call: _Call, heard: "_Heard") -> _Answer:
         found = await self._loop.run_in_executor(None, self._find, call)
         pause = Pauses()
         attempt = 0
@@ -243,9 +288,7 @@ class Dialer:
             raise HandshakeError(f"nobody knows the address of engine {engine_id!r}")
         return self._networks.resolve(address)
 
-    async def _attempt(
-        self, call: _Call, target: EngineAddress, heard: "_Heard"
-    ) -> MetadataReply | None:
+    async def _attempt(self, call: _Call, target: EngineAddress, heard: "_Heard") -> _Answer | None:
         """Ask once; None if nobody is there, or has anything to say yet."""
         async with self._connected(call, target) as (channel, monitor):
             await channel.send(encode(call.request))
@@ -266,7 +309,7 @@ class Dialer:
                         heard.greeting_s *= 2  # it may have much to do
                     return None
                 heard.what = "nothing but 'not yet'"
-                return _from_whom_was_asked(call, decode_reply(answer.result()))
+                return _to_what_was_asked(call, decode_reply(answer.result()))
             finally:
                 answer.cancel()
                 end.cancel()
@@ -323,15 +366,21 @@ class Dialer:
         )
 
 
-def _from_whom_was_asked(call: _Call, reply: MetadataReply | None) -> MetadataReply | None:
-    """Refuse what an engine says of another one: it could take that one's place."""
-    expected = call.request.engine_id
-    others = {data.engine_id for data in reply.ranks} - {expected} if reply is not None else set()
-    if expected is not None and others:
-        raise HandshakeError(
-            f"engine {expected!r} was asked, but {call.whom} answers for {sorted(others)!r:.200}; "
-            "the address belongs to another engine"
-        )
+def _to_what_was_asked(call: _Call, reply: _Answer | None) -> _Answer | None:
+    """Refuse an answer to another question; or of another engine, which could take the place."""
+    asked = call.request
+    if isinstance(reply, RenewalReply):
+        if not isinstance(asked, RenewalRequest) or len(reply.kept) != len(asked.requests):
+            raise HandshakeError(f"{call.whom} answers something that it was not asked")
+    elif reply is not None:
+        others = {data.engine_id for data in reply.ranks} - {asked.engine_id}
+        if isinstance(asked, RenewalRequest):
+            raise HandshakeError(f"{call.whom} answers something that it was not asked")
+        if asked.engine_id is not None and others:
+            raise HandshakeError(
+                f"engine {asked.engine_id!r} was asked, but {call.whom} answers for "
+                f"{sorted(others)!r:.200}; the address belongs to another engine"
+            )
     return reply
 
 

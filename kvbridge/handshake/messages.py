@@ -1,5 +1,7 @@
 """What engines say to each other: questions and answers of the side channel, and releases."""
 
+from typing import Annotated
+
 import msgspec
 
 from kvbridge.errors import HandshakeError, IncompatibleError
@@ -16,6 +18,8 @@ from kvbridge.handshake.wire import (
 from kvbridge.model import Rank
 
 NOTE_MAX_BYTES = 64 << 10
+RENEWALS_MAX = 1024
+"""So many requests may be renewed at once; their names have to fit into one message too."""
 
 
 class Greeting(msgspec.Struct, frozen=True):
@@ -42,6 +46,24 @@ class MetadataRequest(msgspec.Struct, frozen=True, tag="metadata?"):
     factors: dict[str, Fact] | None = None
 
 
+class RenewalRequest(msgspec.Struct, frozen=True, tag="renew?"):
+    """Asks an engine to keep blocks for longer, since their readers still have to wait.
+
+    Attributes:
+        wire: Version that the asker speaks.
+        engine_id: Engine that keeps them.
+        incarnation: Which start of it.
+        requests: The requests, by that engine's names for them.
+        asker: Id of the asking engine.
+    """
+
+    engine_id: str
+    incarnation: str
+    requests: Annotated[tuple[str, ...], msgspec.Meta(max_length=RENEWALS_MAX)]
+    wire: tuple[int, int] = WIRE
+    asker: str = ""
+
+
 class MetadataReply(msgspec.Struct, frozen=True, tag="metadata"):
     """Answers with ranks.
 
@@ -59,6 +81,20 @@ class MetadataReply(msgspec.Struct, frozen=True, tag="metadata"):
     def by_rank(self) -> dict[Rank, HandshakeMetadata]:
         """The metadata of each rank, by its coordinate."""
         return {data.rank: data for data in self.ranks}
+
+
+class RenewalReply(msgspec.Struct, frozen=True, tag="renewed"):
+    """Answers which requests are kept.
+
+    Attributes:
+        kept: For each request that was named, whether its blocks are kept.
+        lease_s: How long from now on, at least.
+        wire: Version that both sides speak.
+    """
+
+    kept: tuple[bool, ...]
+    lease_s: float
+    wire: tuple[int, int] = WIRE
 
 
 _NOTHING = msgspec.Raw(encode({}))
@@ -79,7 +115,8 @@ class RefusalReply(msgspec.Struct, frozen=True, tag="refusal"):
     differences: msgspec.Raw = _NOTHING
 
 
-Reply = MetadataReply | RefusalReply
+Request = MetadataRequest | RenewalRequest
+Reply = MetadataReply | RenewalReply | RefusalReply
 
 
 class Release(msgspec.Struct, frozen=True, tag="release"):
@@ -102,14 +139,14 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
     ok: bool = True
 
 
-def decode_request(data: bytes) -> MetadataRequest:
+def decode_request(data: bytes) -> Request:
     """Decode what a peer asks.
 
     Raises:
         HandshakeError: It is no request, or of another major version.
     """
     try:
-        request = decode(data, MetadataRequest, "request", limit=REQUEST_MAX_BYTES)
+        request: Request = decode(data, Request, "request", limit=REQUEST_MAX_BYTES)  # type: ignore[arg-type]
     except HandshakeError as error:
         # Perhaps a request of another major version: then say so, rather than that it is none.
         try:
@@ -122,7 +159,7 @@ def decode_request(data: bytes) -> MetadataRequest:
     return request
 
 
-def decode_reply(data: bytes) -> MetadataReply | None:
+def decode_reply(data: bytes) -> MetadataReply | RenewalReply | None:
     """Decode a peer's answer; None means that it has nothing to say yet.
 
     Raises:
@@ -130,9 +167,9 @@ def decode_reply(data: bytes) -> MetadataReply | None:
         HandshakeError: It is no answer, or the peer refused; the message says why.
     """
     reply: Reply = decode(data, Reply, "reply")  # type: ignore[arg-type]
-    if isinstance(reply, MetadataReply):
+    if not isinstance(reply, RefusalReply):
         common_version(reply.wire)
-        if not reply.ranks:
+        if isinstance(reply, MetadataReply) and not reply.ranks:
             raise HandshakeError("the peer answered with no ranks at all")
         return reply
     if reply.not_yet:

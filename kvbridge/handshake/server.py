@@ -1,9 +1,10 @@
 """The side channel: one port per engine that serves the metadata of all its ranks."""
 
 import logging
+import socket
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -11,14 +12,17 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
-from kvbridge.errors import ConfigError, HandshakeError
-from kvbridge.handshake.address import EngineAddress
+from kvbridge.errors import ConfigError, HandshakeError, UnknownHostError
+from kvbridge.handshake.address import EngineAddress, look_up
 from kvbridge.handshake.base import PPAwareHandshake
 from kvbridge.handshake.compatibility import compare, engine_factors, listed
 from kvbridge.handshake.messages import (
     MetadataReply,
     MetadataRequest,
     RefusalReply,
+    RenewalReply,
+    RenewalRequest,
+    Request,
     decode_request,
 )
 from kvbridge.handshake.metadata import HandshakeMetadata, decode_factors
@@ -54,7 +58,11 @@ class HandshakeServer(PPAwareHandshake):
         unauthenticated: Connections that did not prove who they are, or did not speak the
             protocol.
         refusals: Why the last requests were refused, in words.
+        keep: Keeps the blocks of requests, by our names for them, for longer, and says which it
+            does and for how many seconds; called from the server's thread. None refuses.
     """
+
+    keep: Callable[[Sequence[str]], tuple[Sequence[bool], float]] | None = None
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0, *, keys: Keys | None = None) -> None:
         """Bind the port and start the thread.
@@ -70,6 +78,7 @@ class HandshakeServer(PPAwareHandshake):
             HandshakeError: The address cannot be bound.
         """
         address = EngineAddress.of(host, port, where="handshake address")
+        _check_is_found(address)
         if keys is None and not address.is_loopback:
             raise ConfigError(
                 f"the handshake channel would listen on {host!r} for everybody; give it a secret "
@@ -225,7 +234,10 @@ class HandshakeServer(PPAwareHandshake):
             return encode(RefusalReply("no ranks are published yet", not_yet=True))
         try:
             request = decode_request(data)
-            _check_expectations(request, ranks)
+            _check_engine(request, ranks)
+            if isinstance(request, RenewalRequest):
+                return encode(self._renew(request, ranks))
+            _check_ranks(request, ranks)
         except HandshakeError as error:
             return encode(self._refuse(str(error)))
         version = common_version(request.wire)
@@ -242,6 +254,20 @@ class HandshakeServer(PPAwareHandshake):
         wanted = ranks if request.ranks is None else {rank: ranks[rank] for rank in request.ranks}
         return encode(MetadataReply(generation, tuple(wanted.values()), version))
 
+    def _renew(
+        self, request: RenewalRequest, ranks: Mapping[Rank, HandshakeMetadata]
+    ) -> RenewalReply:
+        incarnation = next(iter(ranks.values())).incarnation
+        if request.incarnation != incarnation:
+            raise HandshakeError(
+                f"engine {request.engine_id!r:.200} has restarted: its incarnation is "
+                f"{incarnation!r}, the blocks were of {request.incarnation!r:.200}"
+            )
+        if self.keep is None:
+            raise HandshakeError(f"engine {request.engine_id!r:.200} keeps no blocks for others")
+        kept, lease_s = self.keep(request.requests)
+        return RenewalReply(tuple(kept), lease_s, common_version(request.wire))
+
     def _refuse(
         self, reason: str, differences: dict[str, tuple[Any, Any]] | None = None
     ) -> RefusalReply:
@@ -253,18 +279,35 @@ class HandshakeServer(PPAwareHandshake):
         return RefusalReply(reason, differences=msgspec.Raw(encode(differences or {})))
 
 
-def _check_expectations(request: MetadataRequest, ranks: Mapping[Rank, HandshakeMetadata]) -> None:
+def _check_engine(request: Request, ranks: Mapping[Rank, HandshakeMetadata]) -> None:
     engine_id = next(iter(ranks.values())).engine_id
     if request.engine_id not in {None, engine_id}:
         raise HandshakeError(
             f"engine {request.engine_id!r:.200} was expected here, this is {engine_id!r}; "
             "the address belongs to another engine"
         )
+
+
+def _check_ranks(request: MetadataRequest, ranks: Mapping[Rank, HandshakeMetadata]) -> None:
     unknown = [rank for rank in request.ranks or () if rank not in ranks]
     if unknown:
+        engine_id = next(iter(ranks.values())).engine_id
         raise HandshakeError(
             f"ranks {unknown[:8]} were asked for, engine {engine_id!r} has {sorted(ranks)}"
         )
+
+
+def _check_is_found(address: EngineAddress) -> None:
+    """Refuse a typing error as such: a name that is neither an interface nor an address."""
+    if address.host in {name for _, name in socket.if_nameindex()}:
+        return
+    try:
+        look_up(address.host)
+    except UnknownHostError as error:
+        raise ConfigError(
+            f"handshake address {address}: {error}; name an address, or a network interface, of "
+            "this machine"
+        ) from error
 
 
 class _KnownKeys:

@@ -34,8 +34,9 @@ class WireVersion(NamedTuple):
         return f"{self.major}.{self.minor}"
 
 
-WIRE = WireVersion(1, 1)
-"""What this side speaks. 1.0 had no factors in requests and no generation in envelopes."""
+WIRE = WireVersion(1, 2)
+"""What this side speaks. 1.0 had no factors in requests and no generation in envelopes, 1.1 no
+renewals."""
 
 
 def common_version(theirs: tuple[int, int]) -> WireVersion:

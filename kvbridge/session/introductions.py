@@ -166,14 +166,14 @@ class Introductions:
             if error is None:
                 self._join(introduction, answer.result())
             else:
-                self._fail(introduction, _ours(error))
+                self._fail(introduction, as_ours(error))
         while not self._joined.empty():
             introduction, joined = self._joined.get_nowait()
             error = joined.exception()
             if error is None:
                 self._settle(introduction)
             else:
-                self._fail(introduction, _ours(error))
+                self._fail(introduction, as_ours(error))
         changed, self._changed = tuple(self._changed), []
         return changed
 
@@ -238,7 +238,7 @@ class Introductions:
             }
 
 
-def _ours(error: BaseException) -> KVBridgeError:
+def as_ours(error: BaseException) -> KVBridgeError:
     """Return an error of ours; another one is a fault of this code, and ends no engine's step."""
     if isinstance(error, KVBridgeError):
         return error

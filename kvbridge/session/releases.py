@@ -82,9 +82,11 @@ class ReleaseBook:
 
     def _forget(self) -> None:
         oldest_s = self._clock() - EARLY_S
-        while len(self._early) > EARLY_MAX or next(iter(self._early.values())) < oldest_s:
-            request_id, _ = self._early.popitem(last=False)
-            del self._reports[request_id]
+        while self._early:
+            request_id, since_s = next(iter(self._early.items()))
+            if len(self._early) <= EARLY_MAX and since_s >= oldest_s:
+                return
+            del self._early[request_id], self._reports[request_id]
             self.forgotten += 1
 
     def _settle(self, request_id: str) -> bool:

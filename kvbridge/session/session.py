@@ -75,18 +75,12 @@ def open_session(
         TransportError: A peer cannot be reached.
         TopologyConflictError: The engine is paired already, or carries our own id.
     """
-    metadata = gather_handshake_metadata([metadata])
-    if not metadata:
-        raise HandshakeError("the remote engine published no ranks")
+    bodies = compatible_bodies(metadata, factors)
     first = next(iter(metadata.values()))
     if first.engine_id in topology.remote_engines:
         raise TopologyConflictError(
             f"engine {first.engine_id!r} is paired already; close its session first"
         )
-    theirs = engine_factors(decode_factors(data.payload) for data in metadata.values())
-    skewed = any(open_envelope(data.payload).wire != WIRE for data in metadata.values())
-    check_compatible(factors, theirs, peer=f"engine {first.engine_id!r}", skewed=skewed)
-    bodies = {rank: body_of(data) for rank, data in metadata.items()}
     caches = {rank: body.cache for rank, body in bodies.items()}
     plan = generate_engine_transfer_plan(topology, local, caches, local_engine=local_engine)
     told = sorted({source.rank for source in plan.sources} | set(plan.notify_only))
@@ -107,6 +101,25 @@ def open_session(
     generation = generation_of(metadata)
     leases = {rank: table for rank in told if (table := bodies[rank].leases) is not None}
     return Session(first.engine_id, first.incarnation, generation, plan, peers, memory, leases)
+
+
+def compatible_bodies(
+    metadata: Mapping[Rank, HandshakeMetadata], factors: Mapping[str, Any]
+) -> dict[Rank, RankPayload]:
+    """Return what the ranks of an engine say of themselves, once its factors agree with ours.
+
+    Raises:
+        HandshakeError: The metadata is malformed or contradictory.
+        IncompatibleError: The engines differ in a factor.
+    """
+    metadata = gather_handshake_metadata([metadata])
+    if not metadata:
+        raise HandshakeError("the remote engine published no ranks")
+    engine_id = next(iter(metadata.values())).engine_id
+    theirs = engine_factors(decode_factors(data.payload) for data in metadata.values())
+    skewed = any(open_envelope(data.payload).wire != WIRE for data in metadata.values())
+    check_compatible(factors, theirs, peer=f"engine {engine_id!r}", skewed=skewed)
+    return {rank: body_of(data) for rank, data in metadata.items()}
 
 
 def generation_of(metadata: Mapping[Rank, HandshakeMetadata]) -> int:

@@ -31,7 +31,7 @@ def written(value: Any) -> str:
     match value:
         case None | Config():
             return "none"
-        case dict() if not value:
+        case dict() | tuple() if not value:
             return "none"
         case tuple():
             return ", ".join(map(written, value))

@@ -12,6 +12,8 @@ from kvbridge.handshake import (
     MetadataReply,
     RankPayload,
     Release,
+    RenewalReply,
+    RenewalRequest,
     engine_factors,
     factors_of,
 )
@@ -100,12 +102,14 @@ def messages() -> dict[str, tuple[bytes, ...]]:
         "request": (
             encode(MetadataRequest()),
             encode(MetadataRequest(WIRE, "prefill", ((0, 0), (1, 1)), "decode", factors())),
+            encode(RenewalRequest("prefill", "incarnation-1", ("r#1", "r#2"), asker="decode")),
         ),
         "reply": (
             encode(MetadataReply(1, ranks, WIRE)),
             encode(MetadataReply(1, (children,), WIRE)),
             encode({**refusal, "differences": differences}),
             encode({**refusal, "not_yet": True}),
+            encode(RenewalReply((True, False), 30.0)),
         ),
         "release": (encode(Release("r#1", "decode", "incarnation-2", (0, 1), readers=2)),),
         "payload": payloads,

@@ -34,6 +34,7 @@ def a_server() -> HandshakeServer:
     server = HandshakeServer()
     ranks = {data.rank: data for data in seeds.published()}
     server.set_xfer_handshake_metadata_pp_aware(ranks)
+    server.keep = lambda requests: ([True] * len(requests), 30.0)
     return server
 
 
@@ -47,7 +48,7 @@ def reply(data: bytes) -> None:
     """A consumer reads what an engine says of itself, and plans with it."""
     with contextlib.suppress(KVBridgeError):
         found = decode_reply(data)
-        if found is not None:
+        if isinstance(found, MetadataReply):
             meet(found)
 
 

@@ -99,6 +99,17 @@ def test_requests_that_want_nothing_from_others_hold_nothing(engine: Make) -> No
         assert p.scheduler.request_finished(request, ((1, 2),)) == (False, None)
 
 
+def test_more_tokens_than_the_blocks_hold_are_not_offered(
+    engine: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    p = engine("p", LOCAL)
+    request = Request("r", 5, computed_tokens=5, params={"do_remote_decode": True})
+    assert p.scheduler.request_finished(request, ((1,),)) == (False, None)
+    assert "has computed 5 tokens of it, the blocks that it lists hold 4" in caplog.text
+    holds, _ = p.scheduler.request_finished(request, ((1, 2),))
+    assert holds
+
+
 def test_b47_a_request_for_another_engine_fails_with_both_ids(engine: Make) -> None:
     p, d = engine("p", LOCAL), engine("d", LOCAL)
     params = p.prefill("r", [3], 4)

@@ -1,9 +1,11 @@
 """Reports about engines that meet, each with its small input and the right value."""
 
+import contextlib
+import re
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,8 +16,8 @@ import pytest
 from kvbridge.connector import ConnectorConfig, scheduler_connector, worker_connector
 from kvbridge.connector.bridge import BridgeConnector
 from kvbridge.errors import ConfigError
-from kvbridge.model import CacheGroup
-from tests.integration.tiny_engine import Make, TinyEngine, place, run
+from kvbridge.model import CacheGroup, opaque_layer
+from tests.integration.tiny_engine import PAGES, Make, TinyEngine, place, run
 
 LOCAL = {"transport": "local"}
 IMPATIENT = {**LOCAL, "handshake": {"timeout_s": 1.0}}
@@ -164,6 +166,105 @@ def test_a_peer_that_was_only_told_something_can_be_read_later(engine: Make) -> 
     d.load("r", [2], 4, p.prefill("r", [5], 4))
     run([p, d], lambda: "r" in d.loaded)
     assert d.loaded["r"].ok
+
+
+class Opaque(TinyEngine):
+    """An engine whose pages hold what nobody can cut, for so many tokens each."""
+
+    page_tokens = 4
+
+    def cache(self, rank: Any, layers: int, heads: int) -> Any:
+        group = CacheGroup("attention", self.page_tokens)
+        pages = self.memory[rank].view(np.uint8).reshape(layers, PAGES, -1)
+        opaque = tuple(opaque_layer(pages[i], layer=i, name=f"layers.{i}") for i in range(layers))
+        return replace(super().cache(rank, layers, heads), layers=opaque, groups=(group,))
+
+
+class OpaqueOf8(Opaque):
+    page_tokens = 8
+
+
+def free_ports(number: int) -> list[int]:
+    with contextlib.ExitStack() as held:
+        taken = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(number)]
+        return [each.getsockname()[1] for each in taken]
+
+
+def knows(own: int, *others: int, **more: Any) -> dict[str, Any]:
+    peers = [f"127.0.0.1:{port}" for port in others]
+    return {**LOCAL, "handshake": {"port": own, "peers": peers, "timeout_s": 2.0}, **more}
+
+
+def wait_until(done: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not done():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("roles", [("both", "both"), ("producer", "consumer")], ids=str)
+def test_b50_engines_that_know_each_other_are_not_ready_if_their_pages_do_not_fit(
+    roles: tuple[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Pages of 4 and 8 tokens: both sides say so, with both numbers, before any request."""
+    at_p, at_d = free_ports(2)
+    p = Opaque("p", knows(at_p, at_d, role=roles[0]))
+    d = OpaqueOf8("d", knows(at_d, at_p, role=roles[1]))
+    try:
+        wait_until(lambda: bool(p.scheduler.refusals() and d.scheduler.refusals()))
+        assert not p.scheduler.ready
+        assert not d.scheduler.ready
+        on_p, on_d = (each.scheduler.refusals() for each in (p, d))
+        of_both = r"a page has \(tokens, token share\) \({}, .*here and \({}, .* there"
+        assert re.search(of_both.format(4, 8), on_p[f"127.0.0.1:{at_d}"])
+        assert re.search(of_both.format(8, 4), on_d[f"127.0.0.1:{at_p}"])
+        assert f"engine d is not ready: its peer at 127.0.0.1:{at_p} does not fit" in caplog.text
+    finally:
+        p.close()
+        d.close()
+
+
+def test_b50_a_peer_may_come_late_not_fit_and_come_back_mended(engine: Make) -> None:
+    """Two children on each side, one of which knows the other engine's."""
+
+    class Half(TinyEngine):
+        def cache(self, rank: Any, layers: int, heads: int) -> Any:
+            self.memory[rank] = self.memory[rank].astype(np.float16)
+            return super().cache(rank, layers, heads)
+
+    at_p, at_d = free_ports(2)
+
+    def two(own: int, other: int) -> list[Any]:
+        return [{"name": "a", **knows(own, other)}, {"name": "b", **LOCAL}]
+
+    p = engine("p", two(at_p, at_d))
+    assert not p.scheduler.ready, "the peer has not had the time to answer"
+    wait_until(lambda: p.scheduler.ready)  # it may be waiting for us
+    d = Half("d", two(at_d, at_p))
+    wait_until(lambda: not p.scheduler.ready and bool(d.scheduler.refusals()))
+    (reason,) = p.scheduler.refusals().items()
+    assert reason[0] == f"a 127.0.0.1:{at_d}"
+    assert "cell_bytes is {'kv': 64} here and {'kv': 32} there" in reason[1]
+    assert "cell_bytes is {'kv': 32} here" in d.scheduler.refusals()[f"a 127.0.0.1:{at_p}"]
+    assert not d.scheduler.ready
+    d.close()
+    mended = engine("d", two(at_d, at_p))
+    wait_until(lambda: p.scheduler.ready and mended.scheduler.ready)
+    assert not p.scheduler.refusals()
+    mended.load("r", [2], 4, p.prefill("r", [5], 4))
+    run([p, mended], lambda: "r" in mended.loaded)
+    assert mended.loaded["r"].ok
+
+
+def test_engines_that_fit_are_ready_and_one_list_may_name_them_all(engine: Make) -> None:
+    ports = free_ports(2)
+    p = engine("p", knows(ports[0], *ports))
+    d = engine("d", knows(ports[1], *ports), tp=2)
+    wait_until(lambda: p.scheduler.ready and d.scheduler.ready)
+    assert not p.scheduler.refusals()
+    twin = engine("p", knows(0, ports[0]))
+    wait_until(lambda: bool(twin.scheduler.refusals()))
+    assert "is called 'p' as this one is" in twin.scheduler.refusals()[f"127.0.0.1:{ports[0]}"]
 
 
 def test_b22_caches_of_other_item_size_are_refused_with_both_values(engine: Make) -> None:

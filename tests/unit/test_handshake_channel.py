@@ -134,6 +134,12 @@ def test_a_host_that_does_not_exist_is_named() -> None:
         fetch_metadata("no-such-host.invalid", 1, timeout_s=20)
 
 
+@pytest.mark.parametrize("secret", [False, True])
+def test_a_server_is_told_that_its_host_does_not_exist(secret: bool, keys: Keys) -> None:
+    with pytest.raises(ConfigError, match=r"no-such-host\.invalid.* cannot be found: .*interface"):
+        HandshakeServer("no-such-host.invalid", keys=keys if secret else None)
+
+
 # --- who may talk --------------------------------------------------------------------------------
 
 

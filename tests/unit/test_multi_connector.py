@@ -15,8 +15,9 @@ from kvbridge.connector import (
     Request,
     WorkerReport,
     connector_configs,
+    scheduler_connector,
 )
-from kvbridge.errors import ConfigError, HandshakeError
+from kvbridge.errors import ConfigError, HandshakeError, WrongHalfError
 from kvbridge.handshake import HandshakeMetadata
 from kvbridge.handshake.wire import encode
 from kvbridge.model import Rank, RankCache
@@ -155,6 +156,18 @@ def test_b66_a_child_that_lacks_a_hook_is_refused_with_the_hooks_name() -> None:
         (
             {"handshake": {"secret_flie": "x"}},
             r"connectors\[0\], handshake: unknown option 'secret_flie'; did you mean 'secret_file'",
+        ),
+        ({"handshake": {"peers": ["prefill-0"]}}, "peers: 'prefill-0' is no address; write host:"),
+        ({"handshake": {"peers": ["::1:5600"]}}, r"no address; write .*\[address\]:port for IPv6"),
+        ({"handshake": {"peers": ["h:0"]}}, "'h:0' has no port that can be dialled"),
+        (
+            {"handshake": {"peers": ["10.0.0.7:5600"]}},
+            r"10\.0\.0\.7:5600 is outside.*127\.0\.0\.0/8",
+        ),
+        ({"handshake": {"peers": "h:1"}}, "handshake: option 'peers' is 'h:1': expected array"),
+        (
+            {"connectors": [{"name": "a"}, {"name": "b"}], "handshake": {"peers": ["h:1"]}},
+            "connectors 'a' and 'b' both have h:1 in handshake.peers",
         ),
         (
             {"connectors": [{"name": "a"}, {"name": "b"}], "handshake": {"port": 5600}},
@@ -365,6 +378,31 @@ def test_a_scheduler_child_that_raises_costs_nothing_but_itself() -> None:
     assert params is not None
     assert list(params["kvbridge"]["children"]) == ["b"]
     assert list(both.multi.build_connector_meta().steps) == ["b"]
+
+
+def test_a_hook_of_the_other_half_is_the_engines_mistake_and_no_childs() -> None:
+    half = scheduler_connector([{"name": "a"}, {"name": "b"}], engine_id="e")
+    assert isinstance(half, MultiConnector)
+    try:
+        with pytest.raises(WrongHalfError, match="'a' of the scheduler was asked to move bytes"):
+            half.get_finished()
+        assert {each.errors for each in half.worker_half.isolation.values()} == {0}
+        assert half.build_connector_meta().steps.keys() == {"a", "b"}
+    finally:
+        half.shutdown()
+
+
+def test_children_are_ready_together_and_one_that_raises_is_left_out() -> None:
+    class Picky(Child):
+        def refusals(self) -> Mapping[str, str]:
+            self._say("refusals")
+            return {"h:1": "other pages"}
+
+    fits, picky = Child(), Picky()
+    multi = MultiConnector({"a": fits, "b": picky})
+    assert (multi.ready, multi.refusals()) == (False, {"b h:1": "other pages"})
+    picky.raising.add("refusals")
+    assert (multi.ready, multi.refusals()) == (True, {})
 
 
 def test_all_children_are_shut_down_though_one_raises() -> None:
