@@ -1,6 +1,7 @@
 """The half of a connector that a rank has: meets engines, reads, and keeps blocks for readers."""
 
 import logging
+import random
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
@@ -81,6 +82,7 @@ class BridgeWorker:
         incarnation: str | None = None,
         clock: Callable[[], float] = time.monotonic,
         threads: Executor | None = None,
+        uniform: Callable[[float, float], float] = random.uniform,
         registry: Registry | None = None,
     ) -> None:
         """Take what it works with, which is closed with it; :meth:`open` makes that.
@@ -97,12 +99,14 @@ class BridgeWorker:
             incarnation: Agreed with the engine's other ranks.
             clock: Seconds that never run backwards.
             threads: Where other engines are joined; some of its own if not given.
+            uniform: Draws from between two numbers.
             registry: Where the dialer looks engines up.
         """
         self._config, self._name, self._topology = config, name, topology
         self._named = {"model": model, "revision": revision, "draft_layers": draft_layers}
         self._incarnation, self._clock, self._threads = incarnation, clock, threads
         self._transport, self._dialer, self._registry = transport, dialer, registry
+        self._uniform = uniform
         self._agent: RankAgent | None = None
         self._introductions: Introductions | None = None
         self._waiting: list[_Waiting] = []
@@ -196,6 +200,7 @@ class BridgeWorker:
             timeout_s=self._config.handshake.timeout_s,
             threads=self._threads,
             clock=self._clock,
+            uniform=self._uniform,
         )
 
     def metadata(self) -> HandshakeMetadata:

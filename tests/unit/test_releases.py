@@ -72,6 +72,16 @@ def test_early_reports_are_kept_for_a_time() -> None:
     assert book.hold("new")
 
 
+def test_an_early_report_is_repeated_after_its_time() -> None:
+    """Nothing is early any more then: that is no error."""
+    now_s = [0.0]
+    book = ReleaseBook(lambda: now_s[0])
+    book.report(report("r", 0, 2))
+    now_s[0] = releases.EARLY_S + 1
+    assert not book.report(report("r", 1, 2))
+    assert book.forgotten == 1
+
+
 def test_ranks_of_several_engines_do_not_add_up() -> None:
     """Two engines of two ranks each, or two starts of one: none of them has read all."""
     book = ReleaseBook()
