@@ -1,6 +1,9 @@
 """Processes that leave Ctrl-C to the one that started them."""
 
+import contextlib
 import signal
+import threading
+from collections.abc import Iterator
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 
@@ -15,6 +18,23 @@ def start_uninterrupted(process: BaseProcess) -> None:
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        process.start()
+        with _interrupted_later():
+            process.start()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextlib.contextmanager
+def _interrupted_later() -> Iterator[None]:
+    """Hold back an interrupt that reaches another thread: Python's first thread heeds it too."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    held: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _frame: held.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        for number in held[:1]:
+            signal.raise_signal(number)

@@ -1,12 +1,15 @@
 """What all tests share: how much Hypothesis tries, and which transports must run."""
 
 import os
+import socket
 from collections.abc import Callable
 from importlib.metadata import entry_points
 
 import pytest
 from hypothesis import settings
 
+from kvbridge.errors import TransportUnavailableError
+from kvbridge.namespaces import NetworkNamespace
 from kvbridge.testing.harness import required_transports as required_by_environment
 from kvbridge.transport import Transport, available_transports, get_transport
 
@@ -43,6 +46,24 @@ def usable_transport() -> Callable[[str], type[Transport]]:
         pytest.skip(reason)
 
     return look_up
+
+
+@pytest.fixture
+def shared_network() -> None:
+    """Skip the test where nothing but a loopback device is, for that makes open ports private."""
+    if [name for _, name in socket.if_nameindex()] == ["lo"]:
+        pytest.skip("this machine has no network but loopback")
+
+
+@pytest.fixture
+def network_namespaces(required_transports: frozenset[str]) -> None:
+    """Skip the test where no network namespaces can be made, fail where they must."""
+    try:
+        NetworkNamespace().close()
+    except TransportUnavailableError as error:
+        if "mooncake" in required_transports:
+            pytest.fail(str(error))
+        pytest.skip(str(error))
 
 
 NEED_OPTIONS = frozenset({"faulty", "mooncake", "recording"})

@@ -59,7 +59,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
     """Run a command; a user's mistake becomes one line, never a traceback.
 
     Args:
-        arguments: Words after ``kvbridge``; those of the process if None.
+        arguments: Words after ``kvbridge``; those of the process if None, which is then the
+            command's own: a command may change what the process is for good.
 
     Returns:
         The exit status.
@@ -69,7 +70,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         click.echo("kvbridge: error: standard output is closed; open it, say to a file", err=True)
         return EXIT_MISTAKE
     try:
-        return _run(words)
+        return _run(words, own_process=arguments is None)
     except BrokenPipeError:
         _forget_output()
         return EXIT_UNREAD
@@ -89,9 +90,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
     return EXIT_MISTAKE
 
 
-def _run(words: list[str]) -> int:
+def _run(words: list[str], *, own_process: bool) -> int:
     try:
-        with _kvbridge.make_context("kvbridge", list(words)) as context:
+        with _kvbridge.make_context("kvbridge", list(words), obj=own_process) as context:
             status = _kvbridge.invoke(context)
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message())

@@ -8,10 +8,10 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.strategies import SearchStrategy
 
 from kvbridge.errors import ConfigError
+from kvbridge.namespaces import NetworkNamespace
 from kvbridge.testing.first_step import FirstStep
 from kvbridge.testing.harness import TransportHarness
 from kvbridge.testing.memory import SharedMemory
-from kvbridge.testing.network import Namespace
 from kvbridge.testing.process import AgentProcess, check_alive
 from kvbridge.testing.remote import Pieces, RemoteAgent, RemotePeer, parts_within
 from kvbridge.testing.rules import Placement, Tier
@@ -42,7 +42,7 @@ class Laboratory:
         self.harness = harness
         self.memory = SharedMemory.make()
         self.path = ""
-        self._namespace: Namespace | None = None
+        self._namespace: NetworkNamespace | None = None
         self._spare: AgentProcess | None = None
         self._pairs: dict[Placement, Pair] = {}
         self._standing: list[AgentProcess] = []
@@ -70,7 +70,7 @@ class Laboratory:
     def spawn(self) -> AgentProcess:
         """Return a fresh process."""
         if self.harness.isolate_network and self._namespace is None:
-            self._namespace = Namespace()
+            self._namespace = NetworkNamespace()
         process = self._spare or self._start()
         self._spare = self._start()
         return process

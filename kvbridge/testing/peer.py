@@ -3,19 +3,13 @@
 Started by the suite only. What must happen before any library is loaded happens here.
 """
 
-import ctypes
 import faulthandler
 import os
 import signal
 import sys
 from multiprocessing.connection import Connection
 
-
-def _enter_network(namespace_descriptor: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.setns(namespace_descriptor, 0):
-        number = ctypes.get_errno()
-        raise OSError(number, f"cannot enter the network namespace: {os.strerror(number)}")
+from kvbridge.namespaces import enter
 
 
 def main() -> None:
@@ -24,8 +18,7 @@ def main() -> None:
     faulthandler.register(signal.SIGUSR1)  # the suite asks a process that hangs where it is
     with Connection(int(sys.argv[1])) as pipe:
         sys.path[:], source, memory_descriptor, namespace_descriptors = pipe.recv()
-        for descriptor in namespace_descriptors:
-            _enter_network(descriptor)
+        enter(namespace_descriptors)
         from kvbridge.testing.serve import serve
 
         serve(pipe, source, memory_descriptor)

@@ -16,9 +16,9 @@ import psutil
 
 from kvbridge import errors
 from kvbridge.errors import KVBridgeError, TransportError
+from kvbridge.namespaces import NetworkNamespace
 from kvbridge.testing.harness import TransportHarness
 from kvbridge.testing.memory import SharedMemory
-from kvbridge.testing.network import Namespace
 from kvbridge.testing.serve import PROCESS, Answer, Call
 from kvbridge.testing.violations import RuleViolationError
 
@@ -72,7 +72,7 @@ class AgentProcess:
     """A process of its own, in which agents can be made and told what to do."""
 
     def __init__(
-        self, harness: TransportHarness, memory: SharedMemory, namespace: Namespace | None
+        self, harness: TransportHarness, memory: SharedMemory, namespace: NetworkNamespace | None
     ) -> None:
         """Start it; returns at once."""
         self.memory = memory

@@ -502,6 +502,7 @@ def test_a_mistake_is_no_verdict(
 
 def test_a_transport_that_needs_an_option_is_no_verdict(
     usable_transport: Callable[[str], type[Transport]],
+    shared_network: None,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from kvbridge.cli import main
+from kvbridge.transport import Transport
 
 SMALL = ["--layers", "2", "--tokens", "4"]
 STARTED_S = 60
@@ -87,6 +88,25 @@ def test_what_the_first_transport_cannot_move_the_second_one_does(
         assert (rank["via"], rank["failovers"]) == ("local", [["nixl", "local"]])
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_what_listens_to_everybody_needs_no_option_in_the_network_of_the_demo(
+    usable_transport: Callable[[str], type[Transport]], network_namespaces: None
+) -> None:
+    for name in ("nixl", "mooncake"):
+        usable_transport(name)
+    ended = subprocess.run(
+        [sys.executable, "-m", "kvbridge.cli", "demo",
+         "--transport", "nixl,mooncake", "--break", "nixl"],
+        capture_output=True, text=True, timeout=110, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    assert "nixl failed on 4 ranks (as asked: it was broken on purpose); mooncake went on" in (
+        ended.stdout.splitlines()
+    )
+    assert ended.stdout.splitlines()[-1] == "equal: every token, and every byte that moved"
+
+
 def test_if_every_transport_fails_the_reasons_are_one_line(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -95,6 +115,89 @@ def test_if_every_transport_fails_the_reasons_are_one_line(
     assert complaint.startswith("kvbridge: error: decode rank (0, 0): request 'request-0' failed: ")
     assert "a fault that was asked for" in complaint
     assert complaint.count("\n") == 1
+
+
+# --- the network -------------------------------------------------------------------------------
+
+SMALLEST = ["demo", *SMALL, "--prefill", "tp=1", "--decode", "tp=1", "--json"]
+
+
+@pytest.mark.parametrize(
+    ("words", "network"),
+    [
+        ([], "own"),
+        (["--share-network"], "shared"),
+        (["--option", "slice_bytes=65536"], "shared"),
+        (["--option", "slice_bytes=65536", "--isolate-network"], "own"),
+    ],
+)
+def test_the_ranks_have_a_network_of_their_own_unless_the_hosts_may_be_meant(
+    words: list[str], network: str, network_namespaces: None
+) -> None:
+    command = [sys.executable, "-m", "kvbridge.cli", *SMALLEST, *words]
+    said = subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout
+    assert json.loads(said)["network"] == network
+
+
+def test_who_calls_the_demo_stays_in_his_own_network(capfd: pytest.CaptureFixture[str]) -> None:
+    before = network_of(os.getpid())
+    assert main(SMALLEST) == 0
+    assert network_of(os.getpid()) == before
+
+
+def test_no_rank_is_in_the_network_of_the_host(
+    network_namespaces: None, starting: "Running"
+) -> None:
+    starting.wait_for_ranks(5, threads=1)
+    assert network_of(os.getpid()) not in {network_of(rank.pid) for rank in starting.ranks}
+
+
+def network_of(pid: int) -> str:
+    return os.readlink(f"/proc/{pid}/ns/net")  # noqa: PTH115
+
+
+def test_a_port_is_one_of_this_host(capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    assert main([*SMALLEST, "--port", str(port)]) == 0
+    assert json.loads(capfd.readouterr().out)["network"] == "shared"
+
+
+def in_user_namespace(*setup: str) -> list[str]:
+    """Return the words that run a command as somebody to whom the kernel grants less."""
+    prefix = ["unshare", "--user", *setup]
+    if subprocess.run([*prefix, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no user namespace can be made here")
+    return prefix
+
+
+def test_without_root_the_demo_has_a_network_of_its_own_too() -> None:
+    prefix = in_user_namespace("--map-user=1000", "--map-group=1000")
+    command = [*prefix, sys.executable, "-m", "kvbridge.cli", *SMALLEST]
+    report = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+    assert (report["equal"], report["network"]) == (True, "own")
+
+
+def test_where_no_network_can_be_made_the_demo_does_without_and_opens_no_ports(
+    shared_network: None, usable_transport: Callable[[str], type[Transport]]
+) -> None:
+    usable_transport("mooncake")
+    allow_none = 'echo 0 > /proc/sys/user/max_net_namespaces && exec "$@"'
+    prefix = in_user_namespace("--map-root-user", "sh", "-c", allow_none, "sh")
+
+    def run(*words: str) -> tuple[int, dict[str, Any]]:
+        command = [*prefix, sys.executable, "-m", "kvbridge.cli", *SMALLEST, *words]
+        ended = subprocess.run(command, stdout=subprocess.PIPE, check=False)
+        return ended.returncode, json.loads(ended.stdout)
+
+    status, report = run()
+    assert (status, report["equal"], report["network"]) == (0, True, "shared")
+    status, error = run("--transport", "mooncake")
+    assert (status, error["error"]) == (2, "ConfigError")
+    assert "every interface, without authentication" in error["message"]
+    status, error = run("--isolate-network")
+    assert (status, error["error"]) == (2, "TransportUnavailableError")
+    assert "no network namespace of its own can be made here" in error["message"]
 
 
 # --- mistakes ----------------------------------------------------------------------------------

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from kvbridge.errors import ConfigError, OutOfBoundsError, PeerLostError, TransportError
+from kvbridge.namespaces import private_network
 from kvbridge.transport import Descriptors, Peer, Poll, Region, State, Transport
 from tests.conformance.peer_process import Agent, pieces_at
 from tests.integration.drivers import KIB, OPS, MakeAgent, agents, everything
-from tests.network import private_network
 
 pytestmark = pytest.mark.multi_process
 

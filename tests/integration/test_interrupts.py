@@ -34,6 +34,14 @@ def commands_of_children(pid: int) -> Iterator[str]:
         yield Path(f"/proc/{child}/cmdline").read_text()
 
 
+def wait_for_child(process: subprocess.Popen[str], word: str) -> None:
+    deadline = time.monotonic() + 40
+    while not any(word in words for words in commands_of_children(process.pid)):
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.001)
+
+
 def test_while_the_command_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "click.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
     process = start("transports", PYTHONPATH=str(tmp_path))
@@ -42,11 +50,14 @@ def test_while_the_command_is_loaded(tmp_path: Path) -> None:
 
 def test_while_the_other_process_of_a_measurement_starts() -> None:
     process = start("bench", "local", "--total", "64KiB")
-    deadline = time.monotonic() + 40
-    while not any("spawn_main" in words for words in commands_of_children(process.pid)):
-        assert time.monotonic() < deadline
-        assert process.poll() is None
-        time.sleep(0.001)
+    wait_for_child(process, "spawn_main")
     time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    assert end(process) == (130, "kvbridge: interrupted\n")
+
+
+def test_while_the_network_of_the_demo_is_made() -> None:
+    process = start("demo")
+    wait_for_child(process, "namespaces.py")
     os.killpg(process.pid, signal.SIGINT)
     assert end(process) == (130, "kvbridge: interrupted\n")

@@ -1,5 +1,6 @@
 """What only the Mooncake transport has: open ports, answers that lie, pointers for ids."""
 
+import fcntl
 import importlib
 import logging
 import os
@@ -25,6 +26,7 @@ from kvbridge.errors import (
     TransportError,
     TransportUnavailableError,
 )
+from kvbridge.namespaces import private_network
 from kvbridge.transport import Op, Peer, State, Transport, open_transport
 from kvbridge_mooncake import MooncakeTransport, library
 from kvbridge_mooncake.agent import MooncakeAgent
@@ -44,11 +46,12 @@ from tests.integration.drivers import (
     two_agents,
     without_package,
 )
-from tests.network import private_network
 
 pytestmark = pytest.mark.multi_process
 
 OPTIONS = {"allow_open_data_port": True}
+
+SIOCBRADDBR, SIOCBRDELBR = 0x89A0, 0x89A1
 
 TWO_AGENTS = two_agents("mooncake", OPTIONS)
 
@@ -136,6 +139,22 @@ def check_reads(agent: Agent, peer: Peer, offset: int = 0) -> None:
 # ------------------------------------------------------------------------------ the open ports
 
 
+@pytest.fixture
+def _way_out() -> Iterator[None]:
+    """One more interface beside the loopback device, which is enough that others may come in."""
+    name = b"kvbridge-test"
+    with private_network(), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as any_socket:
+        try:
+            fcntl.ioctl(any_socket, SIOCBRADDBR, name)
+        except OSError as error:
+            pytest.skip(f"the kernel makes no bridge here: {error}")
+        try:
+            yield
+        finally:
+            fcntl.ioctl(any_socket, SIOCBRDELBR, name)
+
+
+@pytest.mark.usefixtures("_way_out")
 def test_without_consent_it_refuses_and_listens_nowhere() -> None:
     before = listening_ports()
     for options in ({}, {"allow_open_data_port": False}):
@@ -143,6 +162,10 @@ def test_without_consent_it_refuses_and_listens_nowhere() -> None:
             open_transport({"transport": "mooncake", "options": options})
         assert "allow_open_data_port=true" in str(said.value)
     assert listening_ports() == before
+
+
+def test_where_nobody_else_is_it_needs_no_consent() -> None:
+    open_transport({"transport": "mooncake"}).close(timeout_s=5)
 
 
 def test_the_reason_for_the_consent_still_holds(make_agent: MakeAgent) -> None:
@@ -707,6 +730,5 @@ def test_two_engines_of_different_shape_exchange_their_caches(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     shapes = ["--prefill", "tp=1,page=16,layout=nhd", "--decode", "tp=1,page=32,layout=hnd"]
-    given = ["--transport", "mooncake", "--option", "allow_open_data_port=true", *shapes]
-    assert main(["demo", *given, "--tokens", "2", "--json"]) == 0
+    assert main(["demo", "--transport", "mooncake", *shapes, "--tokens", "2", "--json"]) == 0
     assert msgspec.json.decode(capfd.readouterr().out)["equal"] is True

@@ -65,6 +65,7 @@ def test_a_lane_that_is_not_the_one_of_the_host_is_told(
 
 def test_a_transport_that_needs_an_option_is_not_measured(
     usable_transport: Callable[[str], type[Transport]],
+    shared_network: None,
 ) -> None:
     usable_transport("mooncake")
     assert "option allow_open_data_port=true" in probed()["mooncake"]["not_measured"]

@@ -131,8 +131,17 @@ def test_numbers_become_our_errors(code: int, kind: type[Exception], words: str)
     assert words in str(error)
 
 
-def test_consent_is_asked_for() -> None:
+@pytest.mark.parametrize("others", [("eth0",), ("tunl0",), ("eth0", "eth1")])
+def test_consent_is_asked_for(others: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "if_nameindex", lambda: list(enumerate(("lo", *others), 1)))
     with pytest.raises(ConfigError, match="allow_open_data_port=true"):
         MooncakeConfig().address()
     assert MooncakeConfig(allow_open_data_port=True).address() == "127.0.0.1"
     assert MooncakeConfig(host="localhost", allow_open_data_port=True).address() == "127.0.0.1"
+
+
+def test_where_nothing_but_loopback_is_nobody_need_consent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo")])
+    assert MooncakeConfig().address() == "127.0.0.1"
