@@ -30,9 +30,13 @@ class Connector(PPAwareHandshake):
     3. every worker: :meth:`start_load_kv` with it, and :meth:`get_finished`
     4. scheduler: :meth:`update_connector_output` with what the workers reported
 
-    and at the end :meth:`shutdown` on all. :attr:`ready` and :meth:`refusals` of the scheduler half
-    may be asked at any time. No hook waits for a peer. Each half is called from one
-    thread.
+    and at the end :meth:`shutdown` on all; before it, where others still need what the engine keeps
+    for them, :meth:`drain` on the scheduler half and steps until :attr:`drained`. :attr:`ready` and
+    :meth:`refusals` of the scheduler half may be asked at any time. No hook but :meth:`shutdown`
+    waits for a peer. Each half is called from one thread.
+
+    Steps go on while a request is loaded or its blocks are held, though there is nothing to
+    compute: progress is made, and deadlines are looked at, in these calls alone.
 
     Attributes:
         required_layout: Order of axes that the caches must have, such as ``"BHNC"``; None for any.
@@ -91,15 +95,16 @@ class Connector(PPAwareHandshake):
     def request_finished(
         self, request: Request, block_ids: BlockIds
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Take note that a request has finished.
+        """Take note that a request has finished; once for each, whatever became of it.
 
         Args:
             request: The request, with the tokens that it has computed.
-            block_ids: Its blocks.
+            block_ids: Its blocks, from its first token on; none if it never had any.
 
         Returns:
             Whether its blocks must stay until a worker reports them as sent, and the params that
-            the request takes along to another engine.
+            the request takes along to another engine. Blocks that it is being loaded into stay in
+            any case, until it is reported as loaded.
         """
 
     def update_connector_output(self, report: WorkerReport) -> None:
@@ -124,11 +129,26 @@ class Connector(PPAwareHandshake):
         """
         return None
 
+    def drain(self, timeout_s: float) -> None:
+        """Begin to end: offer nothing any more, and keep nothing for longer than this time.
+
+        Readers that have begun go on; those that ask for more time get none beyond it. The engine
+        goes on with its steps until :attr:`drained`.
+        """
+
+    @property
+    def drained(self) -> bool:
+        """Whether nothing is kept for other engines, and nothing is being loaded."""
+        return True
+
     # --- worker half -----------------------------------------------------------------------------
 
     @abstractmethod
     def register_kv_caches(self, cache: RankCache) -> None:
-        """Take the rank's cache; again after an engine has woken up with another one."""
+        """Take the rank's cache; or another one in its place, before the old one is freed.
+
+        Nothing may be loaded meanwhile. What was held is reported as sent and expired.
+        """
 
     @abstractmethod
     def get_handshake_metadata(self) -> HandshakeMetadata | None:
@@ -161,4 +181,7 @@ class Connector(PPAwareHandshake):
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Give everything back. Idempotent."""
+        """Give everything back, after some seconds at most for what still moves. Idempotent.
+
+        What was being loaded is not reported any more: keep its blocks mapped.
+        """

@@ -4,9 +4,11 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from kvbridge.config import check_timeout
 from kvbridge.connector.base import Connector
 from kvbridge.connector.config import ConnectorConfig
-from kvbridge.connector.scheduler import BridgeScheduler, Load, StepMetadata
+from kvbridge.connector.scheduler import BridgeScheduler
+from kvbridge.connector.step import Load, StepMetadata
 from kvbridge.connector.values import BlockIds, Request, WorkerReport
 from kvbridge.connector.worker import BridgeWorker
 from kvbridge.errors import ConfigError, WrongHalfError
@@ -132,6 +134,13 @@ class BridgeConnector(Connector):
 
     def refusals(self) -> dict[str, str]:
         return self.scheduler_half.refusals()
+
+    def drain(self, timeout_s: float) -> None:
+        self.scheduler_half.drain(check_timeout(timeout_s, "timeout_s of drain()"))
+
+    @property
+    def drained(self) -> bool:
+        return self.scheduler_half.drained
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int

@@ -50,7 +50,9 @@ class ConnectorConfig(Config, frozen=True):
         role: Whether its engine gives, takes or does both.
         engine_id: Id of the engine, if another one than its own.
         handshake: The control channel.
-        lease_s: How long blocks are kept for readers that do not report.
+        lease_s: How long blocks are kept for readers that do not report, and do not ask for more
+            time while the request still waits in their queue.
+        lease_longest_s: How long they are kept in all.
         timeout_s: How long a load may take, meeting the other engine included; less than the other
             engine's lease, since blocks are only kept for so long. Of several connectors, each may
             use its share of the time.
@@ -63,6 +65,7 @@ class ConnectorConfig(Config, frozen=True):
     engine_id: Annotated[str, Meta(min_length=1)] | None = None
     handshake: HandshakeConfig = HandshakeConfig()
     lease_s: Positive = 30.0
+    lease_longest_s: Positive = 600.0
     timeout_s: Positive = 20.0
 
 

@@ -115,6 +115,13 @@ class MultiConnector(Connector):
     def refusals(self) -> dict[str, str]:
         return self.scheduler_half.refusals()
 
+    def drain(self, timeout_s: float) -> None:
+        self.scheduler_half.drain(timeout_s)
+
+    @property
+    def drained(self) -> bool:
+        return self.scheduler_half.drained
+
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:

@@ -75,6 +75,19 @@ class MultiScheduler:
             for address, why in self._call(name, child.refusals, {}).items()
         }
 
+    def drain(self, timeout_s: float) -> None:
+        """Begin to end every child."""
+        for name, child in self._children.items():
+            self._call(name, partial(child.drain, timeout_s), None)
+
+    @property
+    def drained(self) -> bool:
+        """Whether every child is; one that raises is not waited for."""
+        return all(
+            self._call(name, partial(getattr, child, "drained"), True)
+            for name, child in self._children.items()
+        )
+
     def matched_tokens(self, request: Request, computed: int) -> tuple[int | None, bool]:
         """Ask the children in order; the first that has tokens will load."""
         self._offers.pop(request.request_id, None)

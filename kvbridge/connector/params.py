@@ -27,6 +27,7 @@ _UNREADABLE = (msgspec.ValidationError, UnicodeError, RecursionError)
 
 
 _Slot = Annotated[int, Meta(ge=0, lt=SLOTS)]
+_Seconds = Annotated[float, Meta(ge=0, le=86_400)]
 _Epoch = Annotated[int, Meta(gt=0, lt=1 << EPOCH_BITS)]
 
 
@@ -42,6 +43,7 @@ class RemoteRequest(msgspec.Struct, frozen=True):
         incarnation: Which start of the engine; None if that is unknown.
         generation: Which registration of its memory; 0 if that is unknown.
         lease: The engine's promise to keep the blocks; None if it gives none.
+        lease_s: How long it keeps them, unless it is asked to keep them longer; 0 if unknown.
     """
 
     engine_id: str
@@ -52,6 +54,7 @@ class RemoteRequest(msgspec.Struct, frozen=True):
     incarnation: str | None = None
     generation: int = 0
     lease: Lease | None = None
+    lease_s: float = 0.0
 
 
 class _Entry(msgspec.Struct, frozen=True):
@@ -66,6 +69,7 @@ class _Entry(msgspec.Struct, frozen=True):
     remote_lease: tuple[_Slot, _Epoch] | None = None
     incarnation: _Name | None = None
     generation: _Count = 0
+    lease_s: _Seconds = 0.0
 
 
 class _Ours(msgspec.Struct, frozen=True):
@@ -105,7 +109,12 @@ def offer(request: RemoteRequest, name: str, **sizes: int) -> dict[str, Any]:
         "remote_num_tokens": request.num_tokens,
         "remote_lease": list(request.lease) if request.lease else None,
     }
-    entry = {**flat, "incarnation": request.incarnation, "generation": request.generation}
+    entry = {
+        **flat,
+        "incarnation": request.incarnation,
+        "generation": request.generation,
+        "lease_s": request.lease_s,
+    }
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
@@ -172,6 +181,7 @@ def remote_request(params: Mapping[str, Any], name: str) -> RemoteRequest | None
         entry.incarnation,
         entry.generation,
         Lease(*entry.remote_lease) if entry.remote_lease else None,
+        entry.lease_s,
     )
 
 

@@ -4,18 +4,21 @@ import contextlib
 import itertools
 import logging
 import math
-import secrets
-from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from kvbridge.connector import params
 from kvbridge.connector.config import ConnectorConfig, known_peers
+from kvbridge.connector.holds import Holds
+from kvbridge.connector.lookup import entry_id, look_up
 from kvbridge.connector.params import RemoteRequest
 from kvbridge.connector.peers import KnownPeers
+from kvbridge.connector.renewals import Renewals, Renews
+from kvbridge.connector.step import Load, StepMetadata
 from kvbridge.connector.values import BlockIds, Request, WorkerReport
-from kvbridge.errors import ConfigError
+from kvbridge.errors import ConfigError, HandshakeError
 from kvbridge.handshake import (
     Dialer,
     EngineAddress,
@@ -29,8 +32,6 @@ from kvbridge.handshake import (
 )
 from kvbridge.handshake.metadata import open_envelope
 from kvbridge.model import Rank, RankCache
-from kvbridge.session import Lease
-from kvbridge.session.leases import EPOCH_BITS, SLOTS
 from kvbridge.session.session import body_of
 
 _log = logging.getLogger(__name__)
@@ -39,72 +40,14 @@ _KEEPS_ALL = frozenset({"attention", "mla"})
 """Kinds of cache groups whose tables have an entry for every token of a request."""
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Tokens to read from another engine.
-
-    Attributes:
-        request_id: Our engine's name for the request.
-        remote: Where the blocks are.
-        block_ids: Where they go: all blocks of the request.
-        start_token: First token to read.
-        end_token: One past the last one; where both are the same, the other engine is only told
-            that we need nothing.
-    """
-
-    request_id: str
-    remote: RemoteRequest
-    block_ids: BlockIds
-    start_token: int
-    end_token: int
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing is to be read."""
-        return self.start_token == self.end_token
-
-    def emptied(self) -> "Load":
-        """Return what tells the other engine that nothing is needed."""
-        return Load(self.request_id, self.remote, self.block_ids, 0, 0)
-
-
-@dataclass(frozen=True, slots=True)
-class Hold:
-    """Blocks to keep for readers.
-
-    Attributes:
-        request_id: Our engine's name for the request.
-        transfer_id: What readers call it; no two holds have the same.
-        lease: How readers see that the blocks are kept.
-    """
-
-    request_id: str
-    transfer_id: str
-    lease: Lease
-
-
-@dataclass(frozen=True, slots=True)
-class StepMetadata:
-    """What the workers of an engine must know of one step.
-
-    Attributes:
-        loads: What to read.
-        holds: What to keep.
-        engine: What the ranks of this engine have published, once that is new.
-    """
-
-    loads: tuple[Load, ...] = ()
-    holds: tuple[Hold, ...] = ()
-    engine: Mapping[Rank, HandshakeMetadata] | None = None
-
-
-def entry_id(engine_id: str, name: str) -> str:
-    """Return under which id a registry has an engine's connector; each has a port of its own."""
-    return f"{engine_id}~{name}"
-
-
 class Serves(Protocol):
-    """Tells other engines what an engine has published, as ``HandshakeServer`` does."""
+    """Tells other engines what an engine has published, as ``HandshakeServer`` does.
+
+    Attributes:
+        keep: Is asked to keep blocks for longer.
+    """
+
+    keep: Callable[[Sequence[str]], tuple[Sequence[bool], float]] | None
 
     @property
     def address(self) -> EngineAddress:
@@ -136,6 +79,8 @@ class BridgeScheduler:
         *,
         registry: Registry | None = None,
         peers: KnownPeers | None = None,
+        dialer: Renews | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Take what it works with, which is closed with it; :meth:`open` makes that.
 
@@ -146,6 +91,8 @@ class BridgeScheduler:
             server: Tells other engines what the ranks have published.
             registry: Where the engine is announced.
             peers: The engines that are known beforehand.
+            dialer: Asks other engines to keep blocks for longer; without it, nobody is asked.
+            clock: Seconds that never run backwards.
 
         Raises:
             ConfigError: Nobody can dial the address that the server listens on.
@@ -160,10 +107,13 @@ class BridgeScheduler:
         self._cache: RankCache | None = None  # of any rank: all have the same groups of blocks
         self._settled: set[str] = set()  # requests whose blocks elsewhere have been dealt with
         self._loading: set[str] = set()  # those that have not been reported as loaded
-        self._holding: dict[str, Lease] = {}  # those whose blocks have not been reported as sent
-        self._slots = deque(range(SLOTS))
+        self._holds = Holds(config.lease_s, config.lease_longest_s, clock)
+        self._renewals = None
+        if dialer is not None:
+            meet_s = config.handshake.timeout_s
+            self._renewals = Renewals(dialer, self._engine_id, timeout_s=meet_s, clock=clock)
+        server.keep = self._holds.keep
         self._loads: list[Load] = []
-        self._holds: list[Hold] = []
         self.refused = 0
         self._unmatched = 0
 
@@ -181,17 +131,22 @@ class BridgeScheduler:
         with contextlib.ExitStack() as opened:
             server = HandshakeServer(handshake.host, handshake.port, keys=keys)
             opened.callback(server.close)
+            find = None if registry is None else partial(look_up, registry, name)
+            networks = Networks(handshake.allowed_networks)
+            dialer = Dialer(keys=keys, networks=networks, find=find)
+            opened.callback(dialer.close)
             peers = None
             if addresses:
                 peers = KnownPeers(
                     addresses,
-                    Dialer(keys=keys, networks=Networks(handshake.allowed_networks)),
+                    dialer,
                     asker=config.engine_id or engine_id,
                     reads=config.role != "producer",
                     timeout_s=handshake.timeout_s,
                 )
-                opened.callback(peers.close)
-            half = cls(config, name, engine_id, server, registry=registry, peers=peers)
+            half = cls(
+                config, name, engine_id, server, registry=registry, peers=peers, dialer=dialer
+            )
             opened.pop_all()
         return half
 
@@ -247,7 +202,10 @@ class BridgeScheduler:
         remote = self._remote(request)
         if remote is None or request.request_id in self._settled:
             return 0
-        return max(min(remote.num_tokens, request.prompt_tokens) - computed, 0)
+        matched = max(min(remote.num_tokens, request.prompt_tokens) - computed, 0)
+        if self._renewals is not None:
+            self._renewals.wait(request.request_id, remote)
+        return matched
 
     def load(self, request: Request, block_ids: BlockIds, tokens: int) -> Load | None:
         """Return what reads the last ``tokens`` of those that another engine holds."""
@@ -271,6 +229,8 @@ class BridgeScheduler:
     def settle(self, request: Request) -> None:
         """Take note that what another engine holds for a request is being dealt with."""
         self._settled.add(request.request_id)
+        if self._renewals is not None:
+            self._renewals.forget(request.request_id)
 
     def not_needed(self, request: Request) -> None:
         """Tell the other engine that a request needs nothing from it."""
@@ -281,7 +241,7 @@ class BridgeScheduler:
         self.not_needed(request)  # an abort before anything was allocated
         self._settled.discard(request.request_id)
         wanted = params.wants_remote_decode(request.params) and self._config.role != "consumer"
-        if request.request_id in self._holding:
+        if request.request_id in self._holds:
             _log.warning(
                 "request %s has finished twice while its blocks are held for readers; the second "
                 "one is not offered: give each request an id of its own",
@@ -289,6 +249,9 @@ class BridgeScheduler:
             )
             return False, None
         if not wanted or request.aborted or not request.computed_tokens or self._cache is None:
+            return False, None
+        if self._holds.draining:
+            _log.info("request %s is not offered: the engine is being drained", request.request_id)
             return False, None
         held = _tokens_in(block_ids, self._cache)
         if held < request.computed_tokens:
@@ -301,35 +264,48 @@ class BridgeScheduler:
                 held,
             )
             return False, None
-        if not self._slots:
+        transfer_id = f"{request.request_id}#{next(self._numbers)}"
+        lease = self._holds.grant(request.request_id, transfer_id)
+        if lease is None:
             _log.warning(
                 "request %s is not offered: the blocks of %d others are held for readers",
                 request.request_id,
-                len(self._holding),
+                len(self._holds),
             )
             return False, None
-        lease = Lease(self._slots.popleft(), 1 + secrets.randbelow((1 << EPOCH_BITS) - 1))
         first = next(iter(self._engine.values()))
         remote = RemoteRequest(
             self._engine_id,
-            f"{request.request_id}#{next(self._numbers)}",
+            transfer_id,
             self._address,
             block_ids,
             request.computed_tokens,
             first.incarnation,
             max(open_envelope(data.payload).generation for data in self._engine.values()),
             lease,
+            self._config.lease_s,
         )
-        self._holds.append(Hold(request.request_id, remote.request_id, lease))
-        self._holding[request.request_id] = lease
         pp, tp = (1 + max(rank[axis] for rank in self._engine) for axis in (0, 1))
         return True, params.offer(remote, self._name, tp_size=tp, pp_size=pp)
 
     def ended(self, report: WorkerReport) -> None:
         """Take note of what has ended on all ranks."""
         self._loading -= report.loaded.keys()
-        for request_id in report.sent & self._holding.keys():
-            self._slots.append(self._holding.pop(request_id).slot)
+        self._holds.sent(report.sent)
+
+    def drain(self, within_s: float) -> None:
+        """Offer nothing any more, and keep nothing for longer than so many seconds."""
+        self._holds.drain(within_s)
+        if self._registry is not None:
+            try:
+                self._registry.withdraw(entry_id(self._engine_id, self._name))
+            except HandshakeError as error:
+                _log.warning("the entry of engine %s ends by itself: %s", self._engine_id, error)
+
+    @property
+    def drained(self) -> bool:
+        """Whether nothing is kept for others, and nothing loaded."""
+        return not self._holds and not self._loading and not self._loads
 
     @property
     def ready(self) -> bool:
@@ -344,9 +320,11 @@ class BridgeScheduler:
         """Return what is new since the last step."""
         if self._peers is not None:
             self._peers.poll()
+        if self._renewals is not None:
+            self._renewals.poll()
         engine = self._engine if self._engine_is_new else None
-        step = StepMetadata(tuple(self._loads), tuple(self._holds), engine)
-        self._loads, self._holds, self._engine_is_new = [], [], False
+        step = StepMetadata(tuple(self._loads), engine, *self._holds.take())
+        self._loads, self._engine_is_new = [], False
         return step
 
     def close(self) -> None:
@@ -355,6 +333,8 @@ class BridgeScheduler:
             self._registry.close()
         if self._peers is not None:
             self._peers.close()
+        if self._renewals is not None:
+            self._renewals.close()
         self._cache = None  # nobody can be offered anything any more
         self.server.close()
 

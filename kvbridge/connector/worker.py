@@ -10,12 +10,12 @@ from functools import partial
 from typing import Any
 
 from kvbridge.connector.config import ConnectorConfig
-from kvbridge.connector.scheduler import Load, StepMetadata, entry_id
+from kvbridge.connector.lookup import look_up
+from kvbridge.connector.step import Load, StepMetadata
 from kvbridge.connector.values import Loaded, WorkerReport
 from kvbridge.errors import ConfigError, KVBridgeError
 from kvbridge.handshake import (
     Dialer,
-    EngineRecord,
     HandshakeMetadata,
     Networks,
     Registry,
@@ -144,7 +144,7 @@ class BridgeWorker:
         chosen = config.handshake.registry
         registry = None if chosen is None else open_registry(chosen)
         transport = open_transport({"transport": config.transport, "options": config.options})
-        find = None if registry is None else partial(_find, registry, name)
+        find = None if registry is None else partial(look_up, registry, name)
         dialer = Dialer(keys=keys, networks=networks, find=find)
         return cls(
             config,
@@ -211,12 +211,18 @@ class BridgeWorker:
         """Begin what the scheduler half asked for."""
         if step.engine is not None:
             self.agent.share_engine(step.engine)
+        now_s = self._clock()
         for hold in step.holds:
             if self.agent.hold(hold.transfer_id, hold.lease):
                 self._sent.add(hold.request_id)
             else:
-                deadline_s = self._clock() + self._config.lease_s
-                self._held[hold.transfer_id] = (hold.request_id, deadline_s)
+                self._held[hold.transfer_id] = (hold.request_id, now_s + self._config.lease_s)
+        for transfer_id, lease_s in step.renewed.items():
+            if transfer_id in self._held:
+                self._held[transfer_id] = (self._held[transfer_id][0], now_s + lease_s)
+        if step.drain_s is not None:
+            end_s = now_s + step.drain_s
+            self._held = {each: (name, min(at, end_s)) for each, (name, at) in self._held.items()}
         for load in step.loads:
             self.load(load, timeout_s=self._config.timeout_s)
 
@@ -385,12 +391,7 @@ class BridgeWorker:
         for transfer_id in late:
             request_id = self._let_go(transfer_id)
             _log.warning(
-                "request %s: not every reader over %s reported within %g s; it is kept no longer",
+                "request %s: not every reader over %s has reported in time; it is kept no longer",
                 request_id,
                 self._name,
-                self._config.lease_s,
             )
-
-
-def _find(registry: Registry, name: str, engine_id: str) -> EngineRecord | None:
-    return registry.find(entry_id(engine_id, name))

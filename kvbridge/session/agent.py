@@ -28,7 +28,7 @@ from kvbridge.handshake.metadata import decode_factors, seal
 from kvbridge.handshake.wire import encode
 from kvbridge.model import Rank, RankCache, TransferTopology
 from kvbridge.plan import BlockTable, TransferBatch
-from kvbridge.session.leases import WORD_NBYTES, Lease, LeaseTable
+from kvbridge.session.leases import WORD_NBYTES, Lease, LeaseTable, Standing
 from kvbridge.session.releases import ReleaseBook
 from kvbridge.session.session import (
     Session,
@@ -387,13 +387,15 @@ class RankAgent:
             if not transfer.quiet and now_s < transfer.deadline_s:
                 continue
             if transfer.quiet and not transfer.reason and transfer.lease is not None:
-                if transfer.seen is None:
+                standing = self._standing(transfer, transfer.lease)
+                if standing == "not yet" and now_s < transfer.deadline_s:
                     self._look_at_leases(transfer, transfer.lease)
                     continue
-                if any(self._leases.word(at) != transfer.lease.epoch for at in transfer.seen):
+                if standing != "kept":
                     transfer.fail(
                         f"engine {transfer.session.engine_id!r} had not kept the blocks of request "
-                        f"{transfer.request_id!r} until they were read: its lease was over"
+                        f"{transfer.request_id!r} until they were read: its lease "
+                        + ("was over" if standing == "over" else "had not begun")
                     )
             if not transfer.quiet:
                 transfer.fail(
@@ -406,6 +408,14 @@ class RankAgent:
             self._live.remove(transfer)
             self._tell(transfer.session, transfer.request_id, ok=transfer.state is State.DONE)
             yield transfer
+
+    def _standing(self, transfer: Transfer, lease: Lease) -> Standing:
+        """Return what is known of a lease from what the words of all sources said last."""
+        if transfer.seen is None:
+            return "not yet"
+        said = {lease.standing(self._leases.word(at)) for at in transfer.seen}
+        worst: tuple[Standing, ...] = ("over", "not yet")
+        return next((standing for standing in worst if standing in said), "kept")
 
     def _look_at_leases(self, transfer: Transfer, lease: Lease) -> None:
         """Read the word of the lease on every rank that bytes came from, after those bytes."""

@@ -3,11 +3,13 @@
 A reader reads blocks one-sidedly: nobody on the other side notices when it begins, or whether it
 is done in time. So after the bytes it reads one word more, from the same rank: the *lease* of the
 request. If that word is still the request's own, the blocks had not been given to anybody else by
-then, and all that was read before is what the request's owner wrote. If not, the read has failed,
-whatever arrived. No clock is compared with another one, and the owner's process has no part in it.
+then, and all that was read before is what the request's owner wrote. If it is over, the read has
+failed, whatever arrived. If it has not begun, the reader was faster than the owner's next step: the
+blocks are kept from the moment when the request finished, so it looks again. No clock is compared
+with another one, and the owner's process has no part in it.
 """
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -17,6 +19,10 @@ SLOTS = 4096
 WORD_NBYTES = 8
 EPOCH_BITS = 52
 """Epochs come through proxies that take every number for a float."""
+_OVER = np.uint64(1 << 63)
+"""Beside an epoch: that promise is over."""
+
+Standing = Literal["kept", "not yet", "over"]
 
 
 class Lease(NamedTuple):
@@ -29,6 +35,18 @@ class Lease(NamedTuple):
 
     slot: int
     epoch: int
+
+    def standing(self, word: int) -> Standing:
+        """Return what a word of that slot says of this promise.
+
+        A slot is given away only when its last promise is over on every rank. So until this one
+        begins the slot shows none, or one that is over; the same may be seen once it was given
+        away again, for which no more than the reader's own deadline is lost.
+        """
+        if word == self.epoch:
+            return "kept"
+        is_own_or_newer = word == self.epoch | int(_OVER) or 0 < word < int(_OVER)
+        return "over" if is_own_or_newer else "not yet"
 
 
 class LeaseTable:
@@ -56,11 +74,11 @@ class LeaseTable:
     def revoke(self, lease: Lease) -> None:
         """Promise no longer; before the blocks are given to anybody else."""
         if self._words[lease.slot] == lease.epoch:
-            self._words[lease.slot] = 0
+            self._words[lease.slot] |= _OVER
 
     def revoke_all(self) -> None:
         """Promise nothing any more."""
-        self._words[:SLOTS] = 0
+        self._words[:SLOTS] |= _OVER
 
     def landing(self) -> int:
         """Return a word for somebody else's lease to land in, as its index.

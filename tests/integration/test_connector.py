@@ -1,6 +1,7 @@
 """Requests from engine to engine through connectors: one transport, or several as one."""
 
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -280,12 +281,12 @@ def test_a_lease_that_ends_while_bytes_move_fails_the_read(engine: Make) -> None
 
 @pytest.mark.parametrize("lease", [[7, 99], [4095, 1]], ids=str)
 def test_b69_an_offer_that_was_never_made_is_none(engine: Make, lease: list[int]) -> None:
-    p, d = engine("p", LOCAL), engine("d", LOCAL)
+    p, d = engine("p", LOCAL), engine("d", {**LOCAL, "timeout_s": 1})
     params = p.prefill("r", [3], 4)
     params["kvbridge"]["children"]["local"]["remote_lease"] = lease
     d.load("r", [2], 4, params)
     run([p, d], lambda: "r" in d.loaded)
-    assert "its lease was over" in d.loaded["r"].error
+    assert "its lease had not begun" in d.loaded["r"].error
 
 
 def test_a_request_without_a_lease_moves_and_is_warned_of_once(
@@ -303,7 +304,7 @@ def test_a_request_without_a_lease_moves_and_is_warned_of_once(
 
 def test_no_more_requests_are_offered_than_there_are_leases(engine: Make) -> None:
     p = engine("p", {**LOCAL, "lease_s": 0.3})
-    slots = p.scheduler.scheduler_half._slots  # type: ignore[attr-defined]
+    slots = p.scheduler.scheduler_half._holds._slots  # type: ignore[attr-defined]
     while len(slots) > 2:
         slots.pop()
     assert all(p.prefill(f"r{i}", [3], 4) for i in range(2))
@@ -604,3 +605,64 @@ def test_engines_announce_themselves_and_are_found_in_a_registry(
         late.load("r", [2, 7], 8, params)
         run([late], lambda: "r" in late.loaded)
         assert "engine 'p' stands in no entry of the registry" in late.loaded["r"].error
+
+
+# --- leases that are renewed, and engines that are drained ---------------------------------------
+
+SHORT = {**LOCAL, "lease_s": 0.9}
+
+
+def test_blocks_are_kept_for_a_request_that_waits_in_a_queue(engine: Make) -> None:
+    """Three leases long; another request, which nobody asks for, is over meanwhile (B28)."""
+    p, d = engine("p", SHORT, tp=2), engine("d", LOCAL)
+    params = p.prefill("r", [3, 1, 5], 11)
+    p.prefill("forgotten", [7], 4)
+    waiting = Request("r", 11, params=params)
+    assert d.scheduler.get_num_new_matched_tokens(waiting, 0) == (11, True)
+    start_s = time.monotonic()
+    run([p, d], lambda: time.monotonic() > start_s + 2.7)
+    assert p.expired == {"forgotten"}
+    assert d.load("r", [2, 7, 4], 11, params) == 11
+    run([p, d], lambda: "r" in d.loaded and "r" in p.sent)
+    assert d.loaded["r"].error == ""
+    assert_moved(p, d, [3, 1, 5], [2, 7, 4], 11)
+    assert p.expired == {"forgotten"}
+
+
+def test_a_request_that_leaves_the_queue_is_kept_no_longer(engine: Make) -> None:
+    p, d = engine("p", {**SHORT, "lease_longest_s": 60}), engine("d", LOCAL)
+    params = p.prefill("r", [3, 1, 5], 11)
+    waiting = Request("r", 11, params=params)
+    d.scheduler.get_num_new_matched_tokens(waiting, 0)
+    start_s = time.monotonic()
+    run([p, d], lambda: time.monotonic() > start_s + 1.2)
+    assert p.sent == []
+    d.scheduler.request_finished(Request("r", 11, params=params, aborted=True), ())
+    run([p, d], lambda: "r" in p.sent)
+    assert p.expired == set()
+
+
+def test_nothing_is_kept_for_ever(engine: Make) -> None:
+    p, d = engine("p", {**SHORT, "lease_longest_s": 1.5}), engine("d", LOCAL)
+    params = p.prefill("r", [3, 1, 5], 11)
+    d.scheduler.get_num_new_matched_tokens(Request("r", 11, params=params), 0)
+    start_s = time.monotonic()
+    run([p, d], lambda: "r" in p.expired, timeout_s=5.0)
+    assert 1.2 < time.monotonic() - start_s < 4.0
+
+
+def test_an_engine_that_is_drained_serves_whoever_has_begun(engine: Make) -> None:
+    p, d = engine("p", LOCAL), engine("d", LOCAL)
+    first, second = p.prefill("first", [3, 1], 8), p.prefill("second", [5, 7], 8)
+    assert not p.scheduler.drained
+    p.scheduler.drain(1.0)
+    assert p.prefill("third", [9], 4) is None, "nothing new is kept"
+    assert d.load("first", [2, 7], 8, first) == 8
+    run([p, d], lambda: "first" in d.loaded and "first" in p.sent)
+    assert d.loaded["first"].error == ""
+    assert_moved(p, d, [3, 1], [2, 7], 8)
+    run([p, d], lambda: p.scheduler.drained, timeout_s=5.0)
+    assert p.expired == {"second"}
+    assert d.load("second", [4, 6], 8, second) == 8
+    run([p, d], lambda: "second" in d.loaded)
+    assert "lease" in d.loaded["second"].error

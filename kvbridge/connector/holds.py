@@ -1,0 +1,135 @@
+"""What an engine keeps for readers, for how long, and who may have it kept for longer."""
+
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from kvbridge.connector.step import Hold
+from kvbridge.session import Lease
+from kvbridge.session.leases import EPOCH_BITS, SLOTS
+
+RENEWALS_PER_LEASE = 3
+"""So often does a reader ask in a lease's time: two answers in a row may get lost."""
+
+
+@dataclass(slots=True)
+class _Promise:
+    """Until when a request is kept, and when no renewal helps any more."""
+
+    until_s: float
+    last_s: float
+
+
+class Holds:
+    """The requests whose blocks an engine keeps.
+
+    The workers keep the blocks, and end a lease by their own clocks; what is renewed reaches them
+    with the next step. So a lease that is nearly over is not renewed: a reader is never told that
+    blocks are kept which a worker lets go in the same moment.
+
+    :meth:`keep` may be called from any thread, everything else comes from one.
+    """
+
+    def __init__(
+        self, lease_s: float, longest_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Keep nothing yet.
+
+        Args:
+            lease_s: How long blocks are kept from the last renewal on.
+            longest_s: How long they are kept in all.
+            clock: Seconds that never run backwards.
+        """
+        self._lease_s, self._longest_s, self._clock = lease_s, longest_s, clock
+        self._slots = deque(range(SLOTS))
+        self._held: dict[str, Hold] = {}  # by our name for the request
+        self._new: list[Hold] = []
+        self._lock = threading.Lock()  # guards what follows
+        self._promises: dict[str, _Promise] = {}  # by transfer id
+        self._renewed: set[str] = set()
+        self._end_s: float | None = None
+
+    def __contains__(self, request_id: str) -> bool:
+        """Whether a request's blocks are kept, by our name for it."""
+        return request_id in self._held
+
+    def __len__(self) -> int:
+        """How many requests' blocks are kept."""
+        return len(self._held)
+
+    @property
+    def draining(self) -> bool:
+        """Whether nothing new is kept."""
+        return self._end_s is not None
+
+    def grant(self, request_id: str, transfer_id: str) -> Lease | None:
+        """Keep a request's blocks; None if there is no room for a promise.
+
+        Args:
+            request_id: Our engine's name for the request.
+            transfer_id: What readers call it.
+        """
+        if not self._slots:
+            return None
+        lease = Lease(self._slots.popleft(), 1 + secrets.randbelow((1 << EPOCH_BITS) - 1))
+        hold = Hold(request_id, transfer_id, lease)
+        self._held[request_id] = hold
+        self._new.append(hold)
+        now_s = self._clock()
+        with self._lock:
+            self._promises[transfer_id] = _Promise(now_s + self._lease_s, now_s + self._longest_s)
+        return lease
+
+    def keep(self, transfer_ids: Sequence[str]) -> tuple[list[bool], float]:
+        """Keep requests for longer.
+
+        Returns:
+            Which are kept, and for how many seconds from now on, at least.
+        """
+        now_s = self._clock()
+        too_late_s = now_s + self._lease_s / (2 * RENEWALS_PER_LEASE)
+        kept, until_s = [], now_s + self._lease_s
+        with self._lock:
+            for transfer_id in transfer_ids:
+                promise = self._promises.get(transfer_id)
+                kept.append(promise is not None and promise.until_s > too_late_s)
+                if promise is None or not kept[-1]:
+                    continue
+                last_s = promise.last_s if self._end_s is None else min(promise.last_s, self._end_s)
+                if promise.until_s < last_s:
+                    promise.until_s = min(now_s + self._lease_s, last_s)
+                    self._renewed.add(transfer_id)
+                until_s = min(until_s, promise.until_s)
+        return kept, until_s - now_s
+
+    def sent(self, request_ids: Iterable[str]) -> None:
+        """Forget requests whose blocks no worker keeps any more."""
+        gone = [self._held.pop(request_id) for request_id in request_ids if request_id in self]
+        self._slots.extend(hold.lease.slot for hold in gone)
+        with self._lock:
+            for hold in gone:
+                self._promises.pop(hold.transfer_id, None)
+                self._renewed.discard(hold.transfer_id)
+
+    def drain(self, within_s: float) -> None:
+        """Keep nothing new, and nothing for longer than so many seconds."""
+        with self._lock:
+            self._end_s = self._clock() + within_s
+
+    def take(self) -> tuple[tuple[Hold, ...], dict[str, float], float | None]:
+        """Return what the workers do not know yet.
+
+        Returns:
+            New holds; what was renewed, and for how many seconds from now on; and after how many
+            seconds everything ends, if it does.
+        """
+        now_s = self._clock()
+        new, self._new = tuple(self._new), []
+        with self._lock:
+            renewed = {each: self._promises[each].until_s - now_s for each in self._renewed}
+            self._renewed.clear()
+        end_s = self._end_s
+        return new, renewed, None if end_s is None else max(end_s - now_s, 0.0)

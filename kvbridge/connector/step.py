@@ -1,0 +1,73 @@
+"""What a scheduler half tells the workers, step by step."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kvbridge.connector.params import RemoteRequest
+from kvbridge.connector.values import BlockIds
+from kvbridge.handshake import HandshakeMetadata
+from kvbridge.model import Rank
+from kvbridge.session import Lease
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Tokens to read from another engine.
+
+    Attributes:
+        request_id: Our engine's name for the request.
+        remote: Where the blocks are.
+        block_ids: Where they go: all blocks of the request.
+        start_token: First token to read.
+        end_token: One past the last one; where both are the same, the other engine is only told
+            that we need nothing.
+    """
+
+    request_id: str
+    remote: RemoteRequest
+    block_ids: BlockIds
+    start_token: int
+    end_token: int
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is to be read."""
+        return self.start_token == self.end_token
+
+    def emptied(self) -> "Load":
+        """Return what tells the other engine that nothing is needed."""
+        return Load(self.request_id, self.remote, self.block_ids, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Blocks to keep for readers.
+
+    Attributes:
+        request_id: Our engine's name for the request.
+        transfer_id: What readers call it; no two holds have the same.
+        lease: How readers see that the blocks are kept.
+    """
+
+    request_id: str
+    transfer_id: str
+    lease: Lease
+
+
+@dataclass(frozen=True, slots=True)
+class StepMetadata:
+    """What the workers of an engine must know of one step.
+
+    Attributes:
+        loads: What to read.
+        engine: What the ranks of this engine have published, once that is new.
+        holds: What to keep.
+        renewed: What is to be kept for longer: for each transfer id, seconds from now on.
+        drain_s: Keep nothing for longer than so many seconds from now on; None for no such limit.
+    """
+
+    loads: tuple[Load, ...] = ()
+    engine: Mapping[Rank, HandshakeMetadata] | None = None
+    holds: tuple[Hold, ...] = ()
+    renewed: Mapping[str, float] = field(default_factory=dict)
+    drain_s: float | None = None
