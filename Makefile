@@ -28,8 +28,9 @@ demo: $(CORE)
 test: $(ALL) debian-packages
 	$(BIN)/pytest -m "not full and not soak" $(PYTEST_ARGS)
 
+# Fifty kills in one test take their time where other things run too.
 test-full: $(ALL) debian-packages
-	$(BIN)/pytest -m "not soak" --hypothesis-profile=full $(PYTEST_ARGS)
+	$(BIN)/pytest -m "not soak" --hypothesis-profile=full -o faulthandler_timeout=400 $(PYTEST_ARGS)
 
 # pytest ends with 5 when it has found no test.
 soak: $(ALL) debian-packages
