@@ -102,9 +102,9 @@ class Connector(PPAwareHandshake):
             block_ids: Its blocks, from its first token on; none if it never had any.
 
         Returns:
-            Whether its blocks must stay until a worker reports them as sent, and the params that
-            the request takes along to another engine. Blocks that it is being loaded into stay in
-            any case, until it is reported as loaded.
+            Whether its blocks must stay until a worker reports the request, and the params that it
+            takes along to another engine. One that is given up while it is being loaded is reported
+            as loaded once nothing writes to its blocks any more, all others as sent.
         """
 
     def update_connector_output(self, report: WorkerReport) -> None:

@@ -157,6 +157,8 @@ class MultiScheduler:
                 saving.append(name)
             if offer:
                 offers[name] = offer
+        if request.request_id in self._loading:  # given up while its blocks are written to
+            return True, None
         if saving:
             self._saving[request.request_id] = tuple(saving)
         return bool(saving), params.merge_offers(offers) if offers else None

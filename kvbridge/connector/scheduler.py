@@ -240,38 +240,18 @@ class BridgeScheduler:
         """Keep a request's blocks, if another engine will want them."""
         self.not_needed(request)  # an abort before anything was allocated
         self._settled.discard(request.request_id)
+        if request.request_id in self._loading:  # given up while its blocks are written to
+            return True, None
         wanted = params.wants_remote_decode(request.params) and self._config.role != "consumer"
-        if request.request_id in self._holds:
-            _log.warning(
-                "request %s has finished twice while its blocks are held for readers; the second "
-                "one is not offered: give each request an id of its own",
-                request.request_id,
-            )
-            return False, None
         if not wanted or request.aborted or not request.computed_tokens or self._cache is None:
             return False, None
-        if self._holds.draining:
-            _log.info("request %s is not offered: the engine is being drained", request.request_id)
-            return False, None
-        held = _tokens_in(block_ids, self._cache)
-        if held < request.computed_tokens:
-            # Which of both is wrong cannot be told; to offer part of it could be the wrong part.
-            _log.warning(
-                "request %s is not offered: the engine has computed %d tokens of it, the blocks "
-                "that it lists hold %d; list its blocks from the first token on",
-                request.request_id,
-                request.computed_tokens,
-                held,
-            )
-            return False, None
-        transfer_id = f"{request.request_id}#{next(self._numbers)}"
-        lease = self._holds.grant(request.request_id, transfer_id)
-        if lease is None:
-            _log.warning(
-                "request %s is not offered: the blocks of %d others are held for readers",
-                request.request_id,
-                len(self._holds),
-            )
+        transfer_id, lease = f"{request.request_id}#{next(self._numbers)}", None
+        against = self._objection(request, block_ids, self._cache)
+        if not against:
+            lease = self._holds.grant(request.request_id, transfer_id)
+            against = "" if lease else f"the blocks of {len(self._holds)} others are held"
+        if against:
+            _log.warning("request %s is not offered: %s", request.request_id, against)
             return False, None
         first = next(iter(self._engine.values()))
         remote = RemoteRequest(
@@ -287,6 +267,24 @@ class BridgeScheduler:
         )
         pp, tp = (1 + max(rank[axis] for rank in self._engine) for axis in (0, 1))
         return True, params.offer(remote, self._name, tp_size=tp, pp_size=pp)
+
+    def _objection(self, request: Request, block_ids: BlockIds, cache: RankCache) -> str:
+        """Return why a request's blocks cannot be kept for readers; empty if they can."""
+        if request.request_id in self._holds:
+            return (
+                "another one of that id is, since it has finished twice; give each request an id "
+                "of its own"
+            )
+        if self._holds.draining:
+            return "the engine is being drained"
+        held = _tokens_in(block_ids, cache)
+        if held < request.computed_tokens:
+            # Which of both is wrong cannot be told; to offer part of it could be the wrong part.
+            return (
+                f"the engine has computed {request.computed_tokens} tokens of it, the blocks that "
+                f"it lists hold {held}; list its blocks from the first token on"
+            )
+        return ""
 
     def ended(self, report: WorkerReport) -> None:
         """Take note of what has ended on all ranks."""

@@ -1,19 +1,75 @@
-"""Every example runs, and the README quotes them to the letter."""
+"""Every example runs, and the README quotes one of them to the letter."""
 
+import os
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.integration.test_interrupts import end, wait_for_child
+
 ROOT = Path(__file__).parents[2]
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+EMBEDDED = ROOT / "examples/embedded_engine.py"
+EXAMPLES = sorted({*(ROOT / "examples").glob("*.py")} - {EMBEDDED})
 
 
 @pytest.mark.multi_process
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.stem)
 def test_example_runs(example: Path, transport_name: str) -> None:
     subprocess.run([sys.executable, example, transport_name], check=True, timeout=30)
+
+
+def start_embedded(*words: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, EMBEDDED, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # a process group of its own, as a terminal would make it
+    )
+
+
+@pytest.mark.multi_process
+@pytest.mark.parametrize(
+    ("transport", "cache"), [("local", "numpy"), ("local", "torch"), ("nixl", "numpy")]
+)
+def test_embedded_engine(
+    transport: str, cache: str, usable_transport: Callable[[str], Any]
+) -> None:
+    usable_transport(transport)
+    process = start_embedded("--transport", transport, "--cache", cache)
+    said, complaint = process.communicate(timeout=50)
+    assert process.returncode == 0, complaint
+    assert "decode: 50 tokens loaded, 1 computed, and all of them are right" in said
+    assert "prefill: the blocks of r are free" in said
+
+
+@pytest.mark.multi_process
+def test_embedded_engine_computes_what_a_killed_one_held() -> None:
+    process = start_embedded("--kill")
+    said, complaint = process.communicate(timeout=50)
+    assert process.returncode == 0, complaint
+    assert "decode: nothing was loaded, so it is computed: no answer from 127.0.0.1:" in said
+    assert "decode: 0 tokens loaded, 51 computed, and all of them are right" in said
+
+
+@pytest.mark.multi_process
+def test_embedded_engine_is_interrupted() -> None:
+    process = start_embedded()
+    wait_for_child(process, "spawn_main")
+    os.killpg(process.pid, signal.SIGINT)
+    assert end(process) == (130, "")
+
+
+def test_embedded_engine_refuses_a_wrong_transport() -> None:
+    status, complaint = end(start_embedded("--transport", "nix"))
+    assert status == 1
+    assert complaint.startswith("embedded_engine: no transport named 'nix'; did you mean 'nixl'?")
+    assert complaint.count("\n") == 1
 
 
 def test_readme_quotes_an_example() -> None:
