@@ -34,7 +34,7 @@ test-full: $(ALL) debian-packages
 
 # pytest ends with 5 when it has found no test.
 soak: $(ALL) debian-packages
-	@$(BIN)/pytest -m soak $(PYTEST_ARGS); status=$$?; \
+	@$(BIN)/pytest -m soak -o faulthandler_timeout=7200 $(PYTEST_ARGS); status=$$?; \
 	if [ $$status -eq 5 ]; then echo "no soak tests exist yet"; exit 0; fi; exit $$status
 
 # Changes the planner in small ways and lists what no test notices; takes some twenty minutes.
