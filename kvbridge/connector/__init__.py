@@ -7,6 +7,7 @@ from kvbridge.connector.factory import scheduler_connector, worker_connector
 from kvbridge.connector.gather import ReportGatherer
 from kvbridge.connector.multi import MultiConnector
 from kvbridge.connector.params import RemoteRequest, remote_request
+from kvbridge.connector.stats import Spread, Stats
 from kvbridge.connector.values import BlockIds, Loaded, Request, WorkerReport
 
 __all__ = [
@@ -20,6 +21,8 @@ __all__ = [
     "RemoteRequest",
     "ReportGatherer",
     "Request",
+    "Spread",
+    "Stats",
     "WorkerReport",
     "connector_configs",
     "remote_request",

@@ -4,6 +4,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
+from kvbridge.connector.stats import Stats
 from kvbridge.connector.values import BlockIds, Request, WorkerReport
 from kvbridge.handshake import HandshakeMetadata, PPAwareHandshake
 from kvbridge.model import RankCache
@@ -178,6 +179,14 @@ class Connector(PPAwareHandshake):
         """Wait until what the step computed may be overwritten."""
 
     # --- both ------------------------------------------------------------------------------------
+
+    def stats(self) -> Stats:
+        """Return what this half has counted since it was made; from any thread, at any time.
+
+        Nothing is sent with the steps: an engine asks as often as it likes, and adds what its ranks
+        have counted where it wants to have it. Nothing, for a connector that counts nothing.
+        """
+        return Stats()
 
     @abstractmethod
     def shutdown(self) -> None:

@@ -8,6 +8,7 @@ from kvbridge.config import check_timeout
 from kvbridge.connector.base import Connector
 from kvbridge.connector.config import ConnectorConfig
 from kvbridge.connector.scheduler import BridgeScheduler
+from kvbridge.connector.stats import Stats
 from kvbridge.connector.step import Load, StepMetadata
 from kvbridge.connector.values import BlockIds, Request, WorkerReport
 from kvbridge.connector.worker import BridgeWorker
@@ -199,6 +200,10 @@ class BridgeConnector(Connector):
     def drop_standby(self, load: object) -> None:
         half = self.worker_half
         half.load(_as_load(load).emptied(), timeout_s=half.timeout_s)
+
+    def stats(self) -> Stats:
+        halves = (self._scheduler_half, self._worker_half)
+        return sum((half.stats() for half in halves if half is not None), Stats())
 
     def shutdown(self) -> None:
         if self._scheduler_half is not None:

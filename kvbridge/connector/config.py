@@ -8,6 +8,7 @@ from msgspec import Meta
 from kvbridge.config import Config, parse_config
 from kvbridge.errors import ConfigError
 from kvbridge.handshake import EngineAddress, Networks, SecurityConfig
+from kvbridge.session.leases import SLOTS
 
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 Positive = Annotated[float, Meta(gt=0, le=86_400)]
@@ -56,6 +57,9 @@ class ConnectorConfig(Config, frozen=True):
         timeout_s: How long a load may take, meeting the other engine included; less than the other
             engine's lease, since blocks are only kept for so long. Of several connectors, each may
             use its share of the time.
+        reads_max: How many loads of one rank may read at once; others wait in order, while their
+            time runs. One engine may take all but a quarter of the places.
+        leases_max: For how many requests at once blocks may be kept; others are not offered.
     """
 
     transport: str = "local"
@@ -67,6 +71,8 @@ class ConnectorConfig(Config, frozen=True):
     lease_s: Positive = 30.0
     lease_longest_s: Positive = 600.0
     timeout_s: Positive = 20.0
+    reads_max: Annotated[int, Meta(ge=1, le=SLOTS)] = 64
+    leases_max: Annotated[int, Meta(ge=1, le=SLOTS)] = SLOTS
 
 
 def connector_configs(values: object) -> dict[str, ConnectorConfig]:

@@ -35,14 +35,13 @@ class ReportGatherer:
         loaded = {}
         for request_id in [r for r, by in self._loaded.items() if by.keys() >= self._ranks]:
             by_rank = self._loaded.pop(request_id)
-            errors = [
-                f"rank {rank}: {each.error}" for rank, each in sorted(by_rank.items()) if each.error
-            ]
+            failed = [(rank, each) for rank, each in sorted(by_rank.items()) if each.error]
             loaded[request_id] = Loaded(
-                "; ".join(errors),
+                "; ".join(f"rank {rank}: {each.error}" for rank, each in failed),
                 ", ".join(sorted({each.via for each in by_rank.values()})),
                 tuple(source for _, each in sorted(by_rank.items()) for source in each.sources),
                 max(each.seconds for each in by_rank.values()),
+                failed[0][1].cause if failed else "",
             )
         sent, expired = set(), set()
         for request_id in [r for r, by in self._sent.items() if by.keys() >= self._ranks]:

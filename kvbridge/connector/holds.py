@@ -34,7 +34,12 @@ class Holds:
     """
 
     def __init__(
-        self, lease_s: float, longest_s: float, clock: Callable[[], float] = time.monotonic
+        self,
+        lease_s: float,
+        longest_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        most: int = SLOTS,
     ) -> None:
         """Keep nothing yet.
 
@@ -42,9 +47,10 @@ class Holds:
             lease_s: How long blocks are kept from the last renewal on.
             longest_s: How long they are kept in all.
             clock: Seconds that never run backwards.
+            most: So many requests at once.
         """
         self._lease_s, self._longest_s, self._clock = lease_s, longest_s, clock
-        self._slots = deque(range(SLOTS))
+        self._slots = deque(range(most))
         self._held: dict[str, Hold] = {}  # by our name for the request
         self._new: list[Hold] = []
         self._lock = threading.Lock()  # guards what follows

@@ -2,9 +2,11 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
+from kvbridge.connector.series import CHILD_ERRORS
+from kvbridge.connector.stats import Stats
 from kvbridge.errors import WrongHalfError
 
 _log = logging.getLogger(__name__)
@@ -60,3 +62,8 @@ class Isolation:
             return otherwise
         self._in_a_row = 0
         return result
+
+
+def errors_of(isolations: Iterable[Isolation]) -> Stats:
+    """Return how often children have raised."""
+    return Stats({(CHILD_ERRORS.name, each.name): each.errors for each in isolations})

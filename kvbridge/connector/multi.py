@@ -1,5 +1,6 @@
 """Several connectors as one: the first that has the tokens loads, all save, the next stands by."""
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -7,11 +8,14 @@ from typing import Any
 from kvbridge.connector.base import Connector
 from kvbridge.connector.multi_scheduler import MultiScheduler, MultiStep
 from kvbridge.connector.multi_worker import MultiWorker
+from kvbridge.connector.stats import Stats
 from kvbridge.connector.values import BlockIds, Request, WorkerReport
 from kvbridge.errors import ConfigError, HandshakeError
 from kvbridge.handshake import HandshakeMetadata, PPAwareHandshake, hand_over
 from kvbridge.handshake.wire import decode, encode
 from kvbridge.model import Rank, RankCache
+
+_log = logging.getLogger(__name__)
 
 
 class MultiConnector(Connector):
@@ -170,6 +174,11 @@ class MultiConnector(Connector):
     def wait_for_save(self) -> None:
         self.worker_half.tell_all(Connector.wait_for_save)
 
+    def stats(self) -> Stats:
+        """Return what the children have counted, and how often one took another one's place."""
+        own = self.scheduler_half.stats() + self.worker_half.stats()
+        return sum(map(_stats_of, self.children.items()), own)
+
     def shutdown(self) -> None:
         """Shut every child down, also where one raises.
 
@@ -195,6 +204,15 @@ def _check_is_connector(name: str, child: object) -> None:
             f"child {name!r} is a {type(child).__name__}, no Connector (it lacks "
             f"{', '.join(lacking) or 'nothing but the base class'}); derive it from Connector"
         )
+
+
+def _stats_of(child: tuple[str, Connector]) -> Stats:
+    """Return what a child has counted; nothing if it raises, for that ends nobody's requests."""
+    try:
+        return child[1].stats()
+    except Exception:
+        _log.exception("connector %r does not say what it has counted", child[0])
+        return Stats()
 
 
 def _check_children(children: Mapping[str, Connector], pp_size: int) -> None:

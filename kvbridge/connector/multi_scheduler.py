@@ -7,7 +7,8 @@ from typing import Any
 
 from kvbridge.connector import params
 from kvbridge.connector.base import Connector
-from kvbridge.connector.isolation import Isolation
+from kvbridge.connector.isolation import Isolation, errors_of
+from kvbridge.connector.stats import Stats
 from kvbridge.connector.values import BlockIds, Request, WorkerReport
 
 
@@ -173,6 +174,10 @@ class MultiScheduler:
         taken = MultiStep(steps, self._loads, self._saving)
         self._loads, self._saving = {}, {}
         return taken
+
+    def stats(self) -> Stats:
+        """Return how often children have raised in this half."""
+        return errors_of(self.isolation.values())
 
     def tell_all(self, tell: Callable[[Connector], object]) -> None:
         """Tell every child, whatever another one raises."""

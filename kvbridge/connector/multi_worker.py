@@ -5,11 +5,15 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import permutations
 
 from kvbridge.connector.base import Connector
-from kvbridge.connector.isolation import Isolation
+from kvbridge.connector.isolation import Isolation, errors_of
 from kvbridge.connector.multi_scheduler import MultiStep
+from kvbridge.connector.series import CHILD_REPORTS_IGNORED, FAILOVERS
+from kvbridge.connector.stats import Key, Stats
 from kvbridge.connector.values import Loaded, WorkerReport
+from kvbridge.session import Cause
 
 _log = logging.getLogger(__name__)
 
@@ -87,7 +91,7 @@ class MultiWorker:
         for request_id, load in step.loads.items():
             if load.first not in step.steps:  # it could not even be asked
                 error = f"{load.first or 'the first child'} did not take the request"
-                self._next(request_id, self._running[request_id], error)
+                self._next(request_id, self._running[request_id], error, "fault")
 
     def report(self) -> WorkerReport:
         """Make progress, and return what has ended."""
@@ -109,6 +113,13 @@ class MultiWorker:
         self._loaded, self._sent, self._expired = {}, set(), set()
         return report
 
+    def stats(self) -> Stats:
+        """Return what became of the children's loads and reports here."""
+        values: dict[Key, float] = {(CHILD_REPORTS_IGNORED.name,): self.unknown}
+        for pair in permutations(self._children, 2):
+            values[FAILOVERS.name, *pair] = self.failovers[pair]
+        return Stats(values) + errors_of(self.isolation.values())
+
     def tell_all(self, tell: Callable[[Connector], object]) -> None:
         """Tell every child, whatever another one raises."""
         for name, child in self._children.items():
@@ -122,7 +133,7 @@ class MultiWorker:
         for request_id in step.loads:
             running = self._running.get(request_id)
             if running is not None and running.child == name:
-                self._next(request_id, running, f"{name}: {error}")
+                self._next(request_id, running, f"{name}: {error}", "fault")
 
     def _give_up_later(self, name: str, step: MultiStep) -> None:
         """Keep the blocks for readers of a child that took no note of them, but not for ever."""
@@ -136,7 +147,7 @@ class MultiWorker:
             self.unknown += 1
             return
         if not loaded.ok:
-            self._next(request_id, running, f"{name}: {loaded.error}")
+            self._next(request_id, running, f"{name}: {loaded.error}", loaded.cause)
             return
         del self._running[request_id]
         self._loaded[request_id] = replace(loaded, via=name)
@@ -144,7 +155,7 @@ class MultiWorker:
             drop = partial(self._children[other].drop_standby, load)
             self.isolation[other].call(drop, None)
 
-    def _next(self, request_id: str, running: _Running, error: str) -> None:
+    def _next(self, request_id: str, running: _Running, error: str, cause: Cause) -> None:
         """Have the next child load what the last one could not; its blocks are quiet."""
         running.errors.append(error)
         while running.standby:
@@ -160,8 +171,9 @@ class MultiWorker:
                 running.child = name
                 return
             running.errors.append(f"{name}: {self.isolation[name].last_error}")
+            cause = "fault"
         del self._running[request_id]
-        self._loaded[request_id] = Loaded("; ".join(running.errors), running.child)
+        self._loaded[request_id] = Loaded("; ".join(running.errors), running.child, cause=cause)
 
     def _standby_started(self, name: str, load: object, timeout_s: float) -> bool:
         self._children[name].start_standby(load, timeout_s=timeout_s)

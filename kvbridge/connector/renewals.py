@@ -1,9 +1,10 @@
 """How an engine has blocks kept for longer, for requests that still wait.
 
-A request may wait in the consumer's queue for longer than the producer keeps its blocks. So the
-half that decides asks the half that decides there, over the handshake channel, again and again
-until the request's load begins; each answer says which requests are kept and for how long. An
-answer that does not come costs nothing: a load whose blocks are gone finds that out by itself.
+A request may wait in the consumer's queue for longer than the producer keeps its blocks, and its
+load takes time too. So the half that decides asks the half that decides there, over the handshake
+channel, again and again until the request is loaded; each answer says which requests are kept and
+for how long. An answer that does not come costs nothing: a load whose blocks are gone finds that
+out by itself.
 """
 
 import logging
@@ -72,7 +73,7 @@ class RenewalCounts:
 
 @dataclass(slots=True, eq=False)
 class Renewals:
-    """The requests of a consumer that wait for their load, and the questions for their sake.
+    """The requests of a consumer that wait or are being loaded, and the questions for their sake.
 
     Attributes:
         counts: What became of them.
@@ -93,7 +94,7 @@ class Renewals:
             self._waiting[request_id] = _Waiting(remote, self.clock() + pause_s)
 
     def forget(self, request_id: str) -> None:
-        """Take note that a request's load begins, or that it needs none."""
+        """Take note that a request has been loaded, or needs nothing."""
         self._waiting.pop(request_id, None)
 
     def poll(self) -> None:

@@ -16,6 +16,8 @@ from kvbridge.connector.lookup import entry_id, look_up
 from kvbridge.connector.params import RemoteRequest
 from kvbridge.connector.peers import KnownPeers
 from kvbridge.connector.renewals import Renewals, Renews
+from kvbridge.connector.series import LEASES_HELD, OFFERS, PARAMS_REFUSED, RENEWALS, SCHEDULER
+from kvbridge.connector.stats import Key, Meter, Stats
 from kvbridge.connector.step import Load, StepMetadata
 from kvbridge.connector.values import BlockIds, Request, WorkerReport
 from kvbridge.errors import ConfigError, HandshakeError
@@ -67,7 +69,6 @@ class BridgeScheduler:
 
     Attributes:
         server: Serves the engine's metadata.
-        refused: Requests whose params could not be read.
     """
 
     def __init__(
@@ -107,15 +108,16 @@ class BridgeScheduler:
         self._cache: RankCache | None = None  # of any rank: all have the same groups of blocks
         self._settled: set[str] = set()  # requests whose blocks elsewhere have been dealt with
         self._loading: set[str] = set()  # those that have not been reported as loaded
-        self._holds = Holds(config.lease_s, config.lease_longest_s, clock)
+        self._holds = Holds(config.lease_s, config.lease_longest_s, clock, most=config.leases_max)
         self._renewals = None
         if dialer is not None:
             meet_s = config.handshake.timeout_s
             self._renewals = Renewals(dialer, self._engine_id, timeout_s=meet_s, clock=clock)
         server.keep = self._holds.keep
         self._loads: list[Load] = []
-        self.refused = 0
-        self._unmatched = 0
+        self._meter = Meter(SCHEDULER, name, config.transport)
+        self._refused: set[str] = set()  # requests whose params are of no use here
+        self._said_unmatched = False
 
     @classmethod
     def open(cls, config: ConnectorConfig, name: str, engine_id: str) -> "BridgeScheduler":
@@ -223,14 +225,14 @@ class BridgeScheduler:
         if load is not None:
             self.settle(request)
             self._loads.append(load)
-            if not load.is_empty:
+            if load.is_empty:
+                self._renew_no_more(request.request_id)
+            else:
                 self._loading.add(request.request_id)
 
     def settle(self, request: Request) -> None:
         """Take note that what another engine holds for a request is being dealt with."""
         self._settled.add(request.request_id)
-        if self._renewals is not None:
-            self._renewals.forget(request.request_id)
 
     def not_needed(self, request: Request) -> None:
         """Tell the other engine that a request needs nothing from it."""
@@ -240,18 +242,23 @@ class BridgeScheduler:
         """Keep a request's blocks, if another engine will want them."""
         self.not_needed(request)  # an abort before anything was allocated
         self._settled.discard(request.request_id)
+        self._refused.discard(request.request_id)
         if request.request_id in self._loading:  # given up while its blocks are written to
             return True, None
+        self._renew_no_more(request.request_id)
         wanted = params.wants_remote_decode(request.params) and self._config.role != "consumer"
         if not wanted or request.aborted or not request.computed_tokens or self._cache is None:
             return False, None
         transfer_id, lease = f"{request.request_id}#{next(self._numbers)}", None
-        against = self._objection(request, block_ids, self._cache)
-        if not against:
+        reason, why = self._objection(request, block_ids, self._cache)
+        if not reason:
             lease = self._holds.grant(request.request_id, transfer_id)
-            against = "" if lease else f"the blocks of {len(self._holds)} others are held"
-        if against:
-            _log.warning("request %s is not offered: %s", request.request_id, against)
+            if lease is None:
+                reason = "leases_max"
+                why = f"the blocks of {len(self._holds)} others are held, and {reason} is as low"
+        self._meter.count(OFFERS, "declined" if reason else "made", reason)
+        if reason:
+            _log.warning("request %s is not offered: %s", request.request_id, why)
             return False, None
         first = next(iter(self._engine.values()))
         remote = RemoteRequest(
@@ -268,28 +275,46 @@ class BridgeScheduler:
         pp, tp = (1 + max(rank[axis] for rank in self._engine) for axis in (0, 1))
         return True, params.offer(remote, self._name, tp_size=tp, pp_size=pp)
 
-    def _objection(self, request: Request, block_ids: BlockIds, cache: RankCache) -> str:
-        """Return why a request's blocks cannot be kept for readers; empty if they can."""
+    def _renew_no_more(self, request_id: str) -> None:
+        if self._renewals is not None:
+            self._renewals.forget(request_id)
+
+    def _objection(
+        self, request: Request, block_ids: BlockIds, cache: RankCache
+    ) -> tuple[str, str]:
+        """Return why a request's blocks cannot be kept, in a word and more; empty if they can."""
         if request.request_id in self._holds:
-            return (
+            return "duplicate", (
                 "another one of that id is, since it has finished twice; give each request an id "
                 "of its own"
             )
         if self._holds.draining:
-            return "the engine is being drained"
+            return "draining", "the engine is being drained"
         held = _tokens_in(block_ids, cache)
         if held < request.computed_tokens:
             # Which of both is wrong cannot be told; to offer part of it could be the wrong part.
-            return (
+            return "blocks", (
                 f"the engine has computed {request.computed_tokens} tokens of it, the blocks that "
                 f"it lists hold {held}; list its blocks from the first token on"
             )
-        return ""
+        return "", ""
 
     def ended(self, report: WorkerReport) -> None:
         """Take note of what has ended on all ranks."""
         self._loading -= report.loaded.keys()
+        for request_id in report.loaded:
+            self._renew_no_more(request_id)
         self._holds.sent(report.sent)
+
+    def stats(self) -> Stats:
+        """Return what this half has counted; from any thread."""
+        others: dict[Key, float] = {(LEASES_HELD.name,): len(self._holds)}
+        if self._renewals is not None:
+            counts = self._renewals.counts
+            others[RENEWALS.name, "kept"] = counts.kept
+            others[RENEWALS.name, "refused"] = counts.refused
+            others[RENEWALS.name, "failed"] = counts.failed
+        return self._meter.stats(others)
 
     def drain(self, within_s: float) -> None:
         """Offer nothing any more, and keep nothing for longer than so many seconds."""
@@ -340,30 +365,40 @@ class BridgeScheduler:
         """Return where a request's blocks are, if they are anywhere, and we take blocks."""
         given: object = request.params
         if given is not None and not isinstance(given, Mapping):
-            self.refused += 1
-            kind = type(given).__name__
-            _log.warning("request %s: its params are a %s, no mapping", request.request_id, kind)
+            self._refuse(request, f"its params are a {type(given).__name__}, no mapping")
             return None
         wanted = params.wants_remote_prefill(request.params) and self._config.role != "producer"
         if not wanted or request.params is None:
             return None
         try:
             remote = params.remote_request(request.params, self._name)
-            if remote is None and not self._unmatched:
-                _log.warning(
+            if remote is None and self._is_new_refusal(request, "unmatched"):
+                _log.log(
+                    logging.INFO if self._said_unmatched else logging.WARNING,
                     "request %s is offered by connectors %s and not by %r; connectors are paired "
                     "by their names, so give them the same on both engines (said once)",
                     request.request_id,
                     params.offered_by(request.params),
                     self._name,
                 )
-            self._unmatched += remote is None
+                self._said_unmatched = True
         except ConfigError as error:
             # The engine can compute what it cannot load: a stranger's mistake is not its end.
-            self.refused += 1
-            _log.warning("request %s cannot be loaded: %s", request.request_id, error)
+            self._refuse(request, str(error))
             return None
         return remote
+
+    def _refuse(self, request: Request, why: str) -> None:
+        if self._is_new_refusal(request, "malformed"):
+            _log.warning("request %s cannot be loaded: %s", request.request_id, why)
+
+    def _is_new_refusal(self, request: Request, reason: str) -> bool:
+        """Count a request whose params are of no use, once, however often it is looked at."""
+        if request.request_id in self._refused:
+            return False
+        self._refused.add(request.request_id)
+        self._meter.count(PARAMS_REFUSED, reason)
+        return True
 
 
 def _tokens_in(block_ids: BlockIds, cache: RankCache) -> float:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvbridge.session import SourceStats
+from kvbridge.session import Cause, SourceStats
 
 BlockIds = tuple[tuple[int, ...], ...]
 """For each cache group the blocks of a request, in the order of their tokens."""
@@ -38,12 +38,14 @@ class Loaded:
         via: Name of the connector that moved the bytes.
         sources: What each remote rank contributed.
         seconds: From the first read to the last.
+        cause: Why it failed, in a word; of several connectors, that of the last one that was tried.
     """
 
     error: str = ""
     via: str = ""
     sources: tuple[SourceStats, ...] = ()
     seconds: float = 0.0
+    cause: Cause = ""
 
     @property
     def ok(self) -> bool:

@@ -1,6 +1,7 @@
 """One remote engine, alive: plan and peers become handles, handles become completions."""
 
 from kvbridge.session.agent import AgentPoll, RankAgent
+from kvbridge.session.causes import CAUSES, Cause, cause_of
 from kvbridge.session.introductions import Asks, Introduction, Introductions
 from kvbridge.session.leases import Lease
 from kvbridge.session.releases import ReleaseBook
@@ -8,8 +9,10 @@ from kvbridge.session.session import Session, close_session, open_session
 from kvbridge.session.transfer import SourceStats, Transfer
 
 __all__ = [
+    "CAUSES",
     "AgentPoll",
     "Asks",
+    "Cause",
     "Introduction",
     "Introductions",
     "Lease",
@@ -18,6 +21,7 @@ __all__ = [
     "Session",
     "SourceStats",
     "Transfer",
+    "cause_of",
     "close_session",
     "open_session",
 ]

@@ -28,6 +28,7 @@ from kvbridge.handshake.metadata import decode_factors, seal
 from kvbridge.handshake.wire import encode
 from kvbridge.model import Rank, RankCache, TransferTopology
 from kvbridge.plan import BlockTable, TransferBatch
+from kvbridge.session.causes import Cause
 from kvbridge.session.leases import WORD_NBYTES, Lease, LeaseTable, Standing
 from kvbridge.session.releases import ReleaseBook
 from kvbridge.session.session import (
@@ -184,8 +185,7 @@ class RankAgent:
         if (local.engine_id, local.rank) != (self._local.engine_id, self._local.rank):
             raise ConfigError(f"{local.where} cannot take the place of {self._local.where}")
         memory = memory_of(local.regions, local.where)
-        for engine_id in list(self._sessions):  # their plans are bound to the old addresses
-            self.disconnect(engine_id)
+        self._disconnect_all()  # their plans are bound to the old addresses
         self._transport.unregister(self._local.regions)
         self._leases.revoke_all()  # before the engine uses that memory for anything else
         self._granted.clear()
@@ -194,6 +194,7 @@ class RankAgent:
         self._factors = factors_of(local, **self._named)
         self._engine_factors = self._local_engine = None
         self.generation += 1
+        self._disconnect_all()  # as is that of a session which was opened meanwhile
 
     def connect(
         self, metadata: Mapping[Rank, HandshakeMetadata], *, timeout_s: float = 10.0
@@ -202,6 +203,9 @@ class RankAgent:
 
         What is paired already keeps its session; another incarnation of the engine, or a later
         registration of its memory, takes its place.
+
+        Raises:
+            HandshakeError: This rank has registered other memory meanwhile, too.
         """
         for data in metadata.values():
             known = self._sessions.get(data.engine_id)
@@ -213,9 +217,10 @@ class RankAgent:
             ):
                 return known
             self.disconnect(data.engine_id)
+        local = self._local
         session = open_session(
             self._topology,
-            self._local,
+            local,
             self._transport,
             metadata,
             factors=self.factors,
@@ -223,6 +228,12 @@ class RankAgent:
             timeout_s=timeout_s,
         )
         self._sessions[session.engine_id] = session
+        if self._local is not local:  # :meth:`renew` sees the session, or this sees the renewal
+            self._drop(session.engine_id)
+            raise HandshakeError(
+                f"{local.where} registered other memory while engine {session.engine_id!r} was "
+                "joined; join it again"
+            )
         return session
 
     def disconnect(self, engine_id: str) -> None:
@@ -231,8 +242,18 @@ class RankAgent:
         Raises:
             UnknownEngineError: It is not connected.
         """
-        close_session(self._topology, self._transport, self._session(engine_id))
-        del self._sessions[engine_id]
+        self._session(engine_id)
+        self._drop(engine_id)
+
+    def _drop(self, engine_id: str) -> None:
+        """Forget a remote engine, if nobody else does so at this moment."""
+        session = self._sessions.pop(engine_id, None)
+        if session is not None:
+            close_session(self._topology, self._transport, session)
+
+    def _disconnect_all(self) -> None:
+        for engine_id in list(self._sessions):
+            self._drop(engine_id)
 
     def pull(
         self,
@@ -334,8 +355,9 @@ class RankAgent:
 
     @property
     def quarantined(self) -> int:
-        """Handles that nobody waits for any more but that are not quiet."""
-        return sum(1 for t in self._transfers.values() if t.state is not State.PENDING)
+        """Handles that nobody waits for any more but that are not quiet; asked from any thread."""
+        transfers = list(self._transfers.values())
+        return sum(1 for transfer in transfers if transfer.state is not State.PENDING)
 
     def close(self, *, timeout_s: float = 5.0) -> tuple[Region, ...]:
         """Forget every engine and close the transport.
@@ -343,8 +365,8 @@ class RankAgent:
         Returns:
             The regions that are not proven quiet: keep that memory mapped.
         """
-        for engine_id in list(self._sessions):
-            self.disconnect(engine_id)
+        self._leases.revoke_all()  # whoever still reads shall not take it for a success
+        self._disconnect_all()
         return self._transport.close(timeout_s=timeout_s)
 
     def _session(self, engine_id: str) -> Session:
@@ -374,7 +396,7 @@ class RankAgent:
             handle = self._transport.submit("read", session.peers[rank], here, there)
         except TransportError as error:
             session.lost |= isinstance(error, PeerLostError)
-            transfer.fail(str(error))
+            transfer.fail(str(error), "transport")
             return False
         transfer.pending.add(handle)
         self._transfers[handle] = transfer
@@ -395,13 +417,16 @@ class RankAgent:
                     transfer.fail(
                         f"engine {transfer.session.engine_id!r} had not kept the blocks of request "
                         f"{transfer.request_id!r} until they were read: its lease "
-                        + ("was over" if standing == "over" else "had not begun")
+                        + ("was over" if standing == "over" else "had not begun"),
+                        "lease",
                     )
             if not transfer.quiet:
-                transfer.fail(
-                    f"{len(transfer.pending)} reads had not ended after "
-                    f"{now_s - transfer.started_s:.3g} s"
-                )
+                cause: Cause = "deadline"
+                what = f"{len(transfer.pending)} reads had not ended"
+                if transfer.seen is not None:  # all bytes are here, but they prove nothing
+                    what = f"the lease of request {transfer.request_id!r} had not begun"
+                    cause = "lease"
+                transfer.fail(f"{what} after {now_s - transfer.started_s:.3g} s", cause)
                 for handle in transfer.pending:
                     self._transport.abandon(handle)
             transfer.end(now_s)
@@ -424,7 +449,10 @@ class RankAgent:
         for source in transfer.sources:
             table = session.leases.get(source.rank)
             if table is None:
-                transfer.fail(f"rank {source.rank} has no table of leases; upgrade that engine")
+                transfer.fail(
+                    f"rank {source.rank} has no table of leases; upgrade that engine",
+                    "incompatible",
+                )
                 return
             at = self._leases.landing()
             here = np.array([self._leases.address_of(at)], np.uint64)

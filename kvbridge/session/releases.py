@@ -13,6 +13,8 @@ Engine = tuple[str, str]
 READERS_MAX = 4096
 """So many ranks may report on one request; no engine has more."""
 EARLY_MAX = 4096
+EXPIRED_MAX = 4096
+"""So many requests are known to have expired, to tell readers that come late from early ones."""
 EARLY_S = 600.0
 """A request that is not held for so long after a reader's report was never to be, or is over."""
 
@@ -28,6 +30,7 @@ class ReleaseBook:
     Attributes:
         duplicates: Reports by a reader that had reported already, or by more than there can be.
         forgotten: Requests that were reported on and have not been held since.
+        late: Reports on requests that had been kept for as long as they were to be.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -36,8 +39,10 @@ class ReleaseBook:
         self._held: set[str] = set()
         self._reports: dict[str, dict[Engine, dict[Rank, int]]] = {}
         self._early: OrderedDict[str, float] = OrderedDict()  # when those not held were reported
+        self._expired: OrderedDict[str, None] = OrderedDict()
         self.duplicates = 0
         self.forgotten = 0
+        self.late = 0
 
     @property
     def held(self) -> frozenset[str]:
@@ -52,6 +57,7 @@ class ReleaseBook:
         """
         self._held.add(request_id)
         self._early.pop(request_id, None)
+        self._expired.pop(request_id, None)
         return self._settle(request_id)
 
     def expire(self, request_id: str) -> None:
@@ -59,6 +65,9 @@ class ReleaseBook:
         self._held.discard(request_id)
         self._early.pop(request_id, None)
         self._reports.pop(request_id, None)
+        self._expired[request_id] = None
+        if len(self._expired) > EXPIRED_MAX:
+            self._expired.popitem(last=False)
 
     def report(self, release: Release) -> bool:
         """Note that a reader is done.
@@ -66,6 +75,9 @@ class ReleaseBook:
         Returns:
             Whether the request is held and this was the last reader, so that its blocks are free.
         """
+        if release.request_id in self._expired:
+            self.late += 1
+            return False
         engines = self._reports.setdefault(release.request_id, {})
         engine = (release.engine_id, release.incarnation)
         known = release.rank in engines.get(engine, {})

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from kvbridge.model import Rank
+from kvbridge.session.causes import Cause
 from kvbridge.session.leases import Lease
 from kvbridge.session.session import Session
 from kvbridge.transport import Handle, State
@@ -40,6 +41,7 @@ class Transfer:
         sources: What each remote rank contributes.
         state: How it stands.
         reason: Why it failed.
+        cause: The same in a word.
         ended_s: Clock when it ended.
         pending: Handles that are not quiet.
         lease: The promise that the blocks were kept, to be looked at once all bytes are here.
@@ -53,6 +55,7 @@ class Transfer:
     sources: list[SourceStats] = field(default_factory=list)
     state: State = State.PENDING
     reason: str = ""
+    cause: Cause = ""
     ended_s: float = 0.0
     pending: set[Handle] = field(default_factory=set)
     lease: Lease | None = None
@@ -68,15 +71,16 @@ class Transfer:
         """Time from submission to the end."""
         return self.ended_s - self.started_s
 
-    def fail(self, reason: str) -> None:
-        """Note a failure; the first reason is kept, later ones follow from it."""
-        self.reason = self.reason or reason
+    def fail(self, reason: str, cause: Cause) -> None:
+        """Note a failure; the first one is kept, later ones follow from it."""
+        if not self.reason:
+            self.reason, self.cause = reason, cause
 
     def settle(self, handle: Handle, state: State, reason: str) -> None:
         """Note that a handle has become quiet."""
         self.pending.discard(handle)
         if state is not State.DONE:
-            self.fail(reason or "the transport gave no reason")
+            self.fail(reason or "the transport gave no reason", "transport")
 
     def end(self, now_s: float) -> None:
         """Fix the outcome."""

@@ -1,7 +1,6 @@
 """The reference of connectors names every key and hook there is, and none that there is not."""
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,20 +9,10 @@ from kvbridge.config import Config
 from kvbridge.connector import Connector, ConnectorConfig, HandshakeConfig, RemoteRequest
 from kvbridge.connector.params import KEY, PARAMS_VERSION, offer
 from kvbridge.handshake import EngineAddress
+from tests.contract.tables import page, rows
 
-PAGE = (Path(__file__).parents[2] / "docs/reference/connectors.md").read_text()
+PAGE = page("connectors.md")
 OFFER = offer(RemoteRequest("e", "r", EngineAddress("h", 1), ((1,),), 4), "n", tp_size=1, pp_size=1)
-
-
-def rows(heading: str) -> list[list[str]]:
-    """Return the cells of the tables below a heading."""
-    depth = heading.split(maxsplit=1)[0]
-    _, found, rest = PAGE.partition(f"\n{heading}\n")
-    assert found, f"no heading {heading!r}"
-    section = re.split(rf"\n#{{1,{len(depth)}}} ", rest)[0]
-    lines = [line for line in section.splitlines() if line.startswith("| ")]
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    return [row for row in cells if row[0] not in {"key", "half"}]
 
 
 def written(value: Any) -> str:
@@ -46,7 +35,7 @@ def written(value: Any) -> str:
     ids=["connector", "handshake"],
 )
 def test_every_key_is_listed_with_its_default(heading: str, config: type[Config]) -> None:
-    listed = {key.strip("`"): default for key, default, _ in rows(heading)}
+    listed = {key.strip("`"): default for key, default, _ in rows(PAGE, heading)}
     defaults = config()
     assert listed == {name: written(getattr(defaults, name)) for name in config.__struct_fields__}
 
@@ -54,7 +43,7 @@ def test_every_key_is_listed_with_its_default(heading: str, config: type[Config]
 def test_every_hook_is_listed_once() -> None:
     listed = [
         re.sub(r"`(\w+)\(.*", r"\1", row[1])
-        for row in rows("## Hooks, in the order of their calls")
+        for row in rows(PAGE, "## Hooks, in the order of their calls")
     ]
     hooks = [
         name for name in dir(Connector) if callable(getattr(Connector, name)) and name[0] != "_"
@@ -68,7 +57,7 @@ def test_every_hook_is_listed_once() -> None:
     ids=["flat", "part"],
 )
 def test_every_key_of_the_params_is_listed(heading: str, params: dict[str, Any]) -> None:
-    assert [key.strip("`") for key, *_ in rows(heading)] == list(params)
+    assert [key.strip("`") for key, *_ in rows(PAGE, heading)] == list(params)
 
 
 def test_the_version_of_the_params_is_the_one_that_is_written() -> None:

@@ -179,7 +179,7 @@ def test_b64_params_that_make_no_sense_are_refused_by_name_before_any_connection
         remote_request({**good, **change}, "local")
     d = engine("d", LOCAL)
     assert d.load("r", [2], 4, {**good, **change}) == 0  # and the engine computes it itself
-    assert d.scheduler.scheduler_half.refused > 0  # type: ignore[attr-defined]
+    assert d.scheduler.stats().value("kvbridge_params_refused_total", reason="malformed") == 1
 
 
 def test_params_of_another_version_are_refused_with_both(engine: Make) -> None:
@@ -270,7 +270,9 @@ def test_a_reader_that_comes_too_late_is_told_so(engine: Make, decode: dict[str,
 
 
 def test_a_lease_that_ends_while_bytes_move_fails_the_read(engine: Make) -> None:
-    p, d = engine("p", {"name": "a", **LOCAL, "lease_s": 0.4}), engine("d", SLOW)
+    """Though the reader asks for more time: there is an end to that."""
+    short = {"name": "a", **LOCAL, "lease_s": 0.4, "lease_longest_s": 0.4}
+    p, d = engine("p", short), engine("d", SLOW)
     d.load("r", [2], 4, p.prefill("r", [3], 4))
     run([p, d], lambda: "r" in d.loaded and "r" in p.sent)
     assert "its lease was over" in d.loaded["r"].error

@@ -141,10 +141,14 @@ def test_b71_each_kind_of_failure_has_a_count_of_its_own(engine: Make, silent: i
     for request_id in ("expires", "expires too"):
         p.prefill(request_id, [5], 4)
     run([p, d], lambda: len(d.loaded) == 2 and len(p.sent) == 3)
-    d_failures = d.workers[0, 0].worker_half.failures  # type: ignore[attr-defined]
-    run([p, d], lambda: d.workers[0, 0].worker_half.failures.notices == 1)  # type: ignore[attr-defined]
-    assert (d_failures.transfers, d_failures.handshakes, d_failures.leases) == (1, 1, 0)
-    assert p.workers[0, 0].worker_half.failures.leases == 2  # type: ignore[attr-defined]
+    reader, holder = d.workers[0, 0].stats, p.workers[0, 0].stats
+    run([p, d], lambda: reader().value("kvbridge_notices_lost_total") == 1)
+    for reason in ("transport", "handshake"):
+        labels = {"outcome": "failed", "reason": reason}
+        assert reader().value("kvbridge_transfers_total", **labels) == 1
+    assert reader().value("kvbridge_transfers_total", outcome="failed") == 2
+    assert reader().value("kvbridge_leases_expired_total") == 0
+    assert holder().value("kvbridge_leases_expired_total") == 2
     assert "a fault that was asked for" in d.loaded["transfer"].error
     assert "no answer" in d.loaded["handshake"].error
 

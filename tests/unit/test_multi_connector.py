@@ -13,6 +13,7 @@ from kvbridge.connector import (
     MultiConnector,
     ReportGatherer,
     Request,
+    Stats,
     WorkerReport,
     connector_configs,
     scheduler_connector,
@@ -304,8 +305,9 @@ def test_a_load_without_time_left_fails_with_the_reason() -> None:
     both = Both()
     both.begin()
     both.clock.now_s = 10.0
-    both.a.reports.append(loaded("r", "no link"))
-    assert both.multi.get_finished().loaded["r"].error == "a: no link; no time left for b"
+    both.a.reports.append(WorkerReport({"r": Loaded("no link", cause="transport")}))
+    ended = both.multi.get_finished().loaded["r"]
+    assert (ended.error, ended.cause) == ("a: no link; no time left for b", "transport")
 
 
 def test_the_child_that_stood_by_is_told_once_the_first_one_is_done() -> None:
@@ -331,8 +333,28 @@ def test_if_every_child_raises_the_request_fails_with_all_reasons() -> None:
     both.a.raising.add("start")
     both.b.raising.add("start_standby")
     both.begin()
-    error = both.multi.get_finished().loaded["r"].error
-    assert error == "a: RuntimeError: start is broken; b: RuntimeError: start_standby is broken"
+    ended = both.multi.get_finished().loaded["r"]
+    assert ended.error == (
+        "a: RuntimeError: start is broken; b: RuntimeError: start_standby is broken"
+    )
+    assert ended.cause == "fault"
+    errors = both.multi.stats().value
+    assert errors("kvbridge_connector_errors_total", connector="a") == 1
+    assert errors("kvbridge_connector_errors_total", connector="b") == 1
+
+
+def test_b71_a_child_that_counts_nothing_or_raises_is_left_out_of_the_counts() -> None:
+    class Counting(Child):
+        def stats(self) -> Stats:
+            self._say("stats")
+            return Stats({("kvbridge_leases_held", "a", "x"): 1})
+
+    counting = Counting()
+    multi = MultiConnector({"a": counting, "b": Child()})
+    assert multi.stats().value("kvbridge_leases_held") == 1
+    counting.raising.add("stats")
+    assert multi.stats().value("kvbridge_leases_held") == 0
+    assert not multi.worker_half.isolation["a"].is_quarantined, "its requests go on"
 
 
 def test_b33_reports_of_unknown_requests_and_of_the_wrong_child_are_counted() -> None:
@@ -342,6 +364,7 @@ def test_b33_reports_of_unknown_requests_and_of_the_wrong_child_are_counted() ->
     both.a.reports.append(loaded("who"))
     assert both.multi.get_finished().loaded == {}
     assert both.multi.worker_half.unknown == 2
+    assert both.multi.stats().value("kvbridge_connector_reports_ignored_total") == 2
 
 
 # --- a child that raises -------------------------------------------------------------------------
@@ -479,8 +502,9 @@ def test_an_end_counts_once_every_rank_has_reported_it() -> None:
     gatherer.add((0, 0), WorkerReport({"r": Loaded(via="a")}, frozenset({"s"})))
     assert gatherer.take() == WorkerReport()
     assert gatherer.repeated == 2
-    gatherer.add((1, 0), WorkerReport({"r": Loaded("no link", "b")}, frozenset({"s"})))
+    failed = Loaded("no link", "b", cause="transport")
+    gatherer.add((1, 0), WorkerReport({"r": failed}, frozenset({"s"})))
     report = gatherer.take()
-    assert report.loaded == {"r": Loaded("rank (1, 0): no link", "a, b")}
+    assert report.loaded == {"r": Loaded("rank (1, 0): no link", "a, b", cause="transport")}
     assert report.sent == {"s"}
     assert gatherer.take() == WorkerReport()
