@@ -9,17 +9,24 @@ from multiprocessing.process import BaseProcess
 
 
 def start_uninterrupted(process: BaseProcess) -> None:
-    """Start a process that Ctrl-C never reaches.
+    """Start a process that Ctrl-C never reaches."""
+    # Started with the first process, it would take back that interrupts are kept from that.
+    resource_tracker.ensure_running()
+    with uninterrupted():
+        process.start()
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Let Ctrl-C never reach a process that is started within.
 
     A terminal sends it to all of its processes; what it means is decided by the first one alone,
     to which it also comes if it was sent meanwhile.
     """
-    # Started with the first process, it would take back that interrupts are kept from that.
-    resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         with _interrupted_later():
-            process.start()
+            yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

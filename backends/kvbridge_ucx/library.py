@@ -86,12 +86,11 @@ def settings(device: str, tls: str | None) -> dict[str, str]:
 
 
 def _path(chosen: str | None, device: str) -> str:
-    wheel, system = _wheel(), _system()
     if chosen is None:
         rdma = (INFINIBAND / device.partition(":")[0]).exists()
-        found = (system or wheel) if rdma else (wheel or system)
+        found = (_system() or _wheel()) if rdma else (_wheel() or _system())
     else:
-        found = {"wheel": wheel, "system": system}.get(chosen, chosen)
+        found = {"wheel": _wheel, "system": _system}.get(chosen, lambda: chosen)()
     if not found:
         raise TransportUnavailableError(f"UCX is not installed (option library={chosen!r}).", HINT)
     return found
@@ -110,6 +109,7 @@ def _wheel() -> str:
 
 
 def _system() -> str:
+    # Costs 0.1 s: it asks the system's compiler.
     return ctypes.util.find_library("ucp") or ""
 
 

@@ -12,7 +12,7 @@ from kvbridge.namespaces import NetworkNamespace
 from kvbridge.testing.first_step import FirstStep
 from kvbridge.testing.harness import TransportHarness
 from kvbridge.testing.memory import SharedMemory
-from kvbridge.testing.process import AgentProcess, check_alive
+from kvbridge.testing.process import AgentProcess, check_alive, close_all
 from kvbridge.testing.remote import Pieces, RemoteAgent, RemotePeer, parts_within
 from kvbridge.testing.rules import Placement, Tier
 from kvbridge.testing.violations import NotApplicable, RuleViolationError
@@ -111,8 +111,7 @@ class Laboratory:
 
     def discard_pairs(self) -> None:
         """End the standing pairs, whose state is in doubt."""
-        for process in self._standing:
-            process.close()
+        close_all(self._standing)
         for pair in self._pairs.values():
             self.memory.give_back(pair.here.extent)
             self.memory.give_back(pair.there.extent)
@@ -278,8 +277,7 @@ class Bench:
 
     def close(self, *, broken: bool) -> None:
         """End all that this rule made; what is broken takes the standing pairs with it."""
-        for process in self._processes:
-            process.close()
+        close_all(self._processes)
         for agent in self._agents:
             with suppress(ValueError):
                 self._laboratory.memory.give_back(agent.extent)

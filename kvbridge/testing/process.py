@@ -4,8 +4,6 @@ import contextlib
 import itertools
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from multiprocessing import Pipe
@@ -17,12 +15,12 @@ import psutil
 from kvbridge import errors
 from kvbridge.errors import KVBridgeError, TransportError
 from kvbridge.namespaces import NetworkNamespace
+from kvbridge.testing.forkserver import START_S, fork_server, import_path
 from kvbridge.testing.harness import TransportHarness
 from kvbridge.testing.memory import SharedMemory
 from kvbridge.testing.serve import PROCESS, Answer, Call
 from kvbridge.testing.violations import RuleViolationError
 
-START_S = 60.0
 GRACE_S = 10.0  # for what is bounded on the other side anyway
 KILL_S = 20.0  # a killed process may hang in the kernel: then the report says where
 
@@ -83,15 +81,12 @@ class AgentProcess:
         self._base: int | None = None
         self._pipe, theirs = Pipe()
         namespaces = namespace.descriptors if namespace else ()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "kvbridge.testing.peer", str(theirs.fileno())],
-            pass_fds=(theirs.fileno(), memory.descriptor, *namespaces),
-            env={**os.environ, **harness.environment},
-            stdin=subprocess.DEVNULL,
-        )
-        theirs.close()
-        path = [entry or os.getcwd() for entry in sys.path]  # noqa: PTH109  (a string is wanted)
-        self._pipe.send((path, harness.source, memory.descriptor, namespaces))
+        environment = {**os.environ, **harness.environment}
+        with theirs:
+            self._process = fork_server(environment).fork(
+                theirs.fileno(), memory.descriptor, *namespaces
+            )
+        self._pipe.send((environment, import_path(), harness.source))
 
     @property
     def pid(self) -> int:
@@ -108,7 +103,7 @@ class AgentProcess:
     @property
     def exit_code(self) -> int | None:
         """How it ended, or None."""
-        return self._process.poll()
+        return self._process.wait(0)
 
     def new_agent(self) -> int:
         """Make one more agent, which is not open yet."""
@@ -157,8 +152,7 @@ class AgentProcess:
 
     def _complain(self, what: str) -> None:
         expected, self.dead = self.dead, True
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(GRACE_S)
+        self._process.wait(GRACE_S)
         if expected:
             raise RuleViolationError(f"{what}: the suite had killed the process (its own mistake)")
         raise RuleViolationError(f"{what}: the agent's process died, {how_ended(self.exit_code)}")
@@ -181,14 +175,12 @@ class AgentProcess:
     def kill(self) -> None:
         """End it the hard way: nothing is cleaned up."""
         self.dead = True
-        self._process.kill()
-        try:
-            self._process.wait(KILL_S)
-        except subprocess.TimeoutExpired:
+        self._process.send_signal(signal.SIGKILL)
+        if self._process.wait(KILL_S) is None:
             raise RuleViolationError(
                 f"process {self.pid} was killed and is still there after {KILL_S:g} s: "
                 f"{_whereabouts(self.pid)}"
-            ) from None
+            )
 
     def exit(self) -> int:
         """Let the interpreter end in the ordinary way, with whatever is still open.
@@ -199,19 +191,25 @@ class AgentProcess:
         self.dead = True
         with contextlib.suppress(OSError):
             self._pipe.send(Call(0, PROCESS, "exit"))
-        try:
-            return self._process.wait(GRACE_S)
-        except subprocess.TimeoutExpired:
+        status = self._process.wait(GRACE_S)
+        if status is None:
             self.kill()
-            raise RuleViolationError(
-                f"the agent's process did not end within {GRACE_S:g} s"
-            ) from None
+            raise RuleViolationError(f"the agent's process did not end within {GRACE_S:g} s")
+        return status
 
     def close(self) -> None:
         """Make sure that it is gone."""
-        if self._process.poll() is None:
+        if self.exit_code is None:
             self.kill()
         self._pipe.close()
+
+
+def close_all(processes: Sequence[AgentProcess]) -> None:
+    """Make sure that they are gone, and let them go at the same time."""
+    for process in processes:
+        process.signal(signal.SIGKILL)
+    for process in processes:
+        process.close()
 
 
 def _whereabouts(pid: int) -> str:

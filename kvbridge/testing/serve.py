@@ -8,6 +8,7 @@ import gc
 import queue
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
@@ -21,6 +22,8 @@ from kvbridge.testing.poller import HangingError
 from kvbridge.testing.violations import RuleViolationError
 
 IDLE_S = 0.001
+REST_S = 0.005  # for agents that nobody has asked for anything lately, which are most of them
+RESTLESS_S = 1.0
 JOIN_S = 5.0
 PEERING_THREADS = 8
 PROCESS = 0  # stands for the process itself, where otherwise the number of an agent is
@@ -83,6 +86,7 @@ class _Actor:
     def __init__(self, agent: Agent, reply: Callable[[Answer], None]) -> None:
         self._agent = agent
         self._reply = reply
+        self._asked = time.monotonic()
         self._steps: queue.SimpleQueue[Call] = queue.SimpleQueue()
         self._asides: queue.SimpleQueue[Call] = queue.SimpleQueue()
         targets = (self._step, *[self._do_asides] * PEERING_THREADS)
@@ -97,12 +101,14 @@ class _Actor:
             thread.join(JOIN_S)
 
     def take(self, call: Call) -> None:
+        self._asked = time.monotonic()
         (self._asides if call.aside else self._steps).put(call)
 
     def _step(self) -> None:
         while True:
             try:
-                call = self._steps.get(timeout=IDLE_S)
+                rests = time.monotonic() > self._asked + RESTLESS_S
+                call = self._steps.get(timeout=REST_S if rests else IDLE_S)
             except queue.Empty:
                 self._agent.idle()
                 continue
@@ -116,7 +122,11 @@ class _Actor:
 
 
 def serve(pipe: Connection, source: TransportSource, memory_descriptor: int) -> None:
-    """Make agents and pass calls on to them, until told to exit or the suite has ended."""
+    """Make agents and pass calls on to them until told to exit.
+
+    Raises:
+        EOFError: The suite has ended.
+    """
     memory = SharedMemory(memory_descriptor)
     kind = source.load()
     actors: dict[int, _Actor] = {}
@@ -137,10 +147,7 @@ def serve(pipe: Connection, source: TransportSource, memory_descriptor: int) -> 
     }
     reply(Answer(0, memory.address))
     while True:
-        try:
-            call = pipe.recv()
-        except EOFError:
-            return
+        call = pipe.recv()
         if call.method == "exit":
             # A thread of ours that the interpreter ends within a library would be our own fault.
             for actor in actors.values():

@@ -56,6 +56,23 @@ def test_while_the_other_process_of_a_measurement_starts() -> None:
     assert end(process) == (130, "kvbridge: interrupted\n")
 
 
+@pytest.mark.parametrize("after_s", [0.0, 0.1, 0.5, 1.0])
+def test_while_rules_are_tried(tmp_path: Path, after_s: float) -> None:
+    process = start("conformance", "local", "--json", "--report", str(tmp_path / "found.json"))
+    wait_for_child(process, "kvbridge.testing.peer")
+    time.sleep(after_s)
+    os.killpg(process.pid, signal.SIGINT)
+    assert end(process) == (130, "kvbridge: interrupted\n")
+    deadline = time.monotonic() + 20
+    while True:
+        try:
+            os.killpg(process.pid, 0)
+        except ProcessLookupError:
+            return  # nobody of them is left
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def test_while_the_network_of_the_demo_is_made() -> None:
     process = start("demo")
     wait_for_child(process, "namespaces.py")
