@@ -1,0 +1,328 @@
+"""A simulated engine: it schedules, computes, loads, gives, and calls a connector's hooks."""
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvbridge.connector import Loaded
+from kvbridge.connector.gather import ReportGatherer
+from kvbridge.model import Rank
+from kvbridge.testing.simulation import checks
+from kvbridge.testing.simulation.jobs import Leg, Offer
+from kvbridge.testing.simulation.memory import Pool
+from kvbridge.testing.simulation.ranks import Ranks, Seat
+from kvbridge.testing.simulation.scenario import Shape
+
+if TYPE_CHECKING:
+    from kvbridge.testing.simulation.plant import Plant
+
+STEP_S = (0.015, 0.05)
+CHUNK_TOKENS = (8, 48)
+
+
+class Engine(Ranks):
+    """An engine, from a start to its end.
+
+    Attributes:
+        generation: How often it has had another cache.
+        pool: Its blocks.
+        reports: What its ranks have reported, put together.
+        waiting: Requests without blocks.
+        loading: Those whose tokens are being loaded, by id.
+        running: Those that are computed.
+        held: Those that have ended and whose blocks are kept for readers, by id.
+    """
+
+    def __init__(self, plant: "Plant", index: int, shape: Shape, start: int) -> None:
+        """Start, register, publish, and step from then on."""
+        super().__init__(plant, index, shape, start)
+        self.generation = 1
+        self.pool = Pool(shape.blocks)
+        self.reports = ReportGatherer(self.seats)
+        self.waiting: list[Leg] = []
+        self.loading: dict[str, Leg] = {}
+        self.running: list[Leg] = []
+        self.held: dict[str, Leg] = {}
+        self._to_wake: list[Rank] | None = None
+        self._wakes_busy = False
+        self.world.note(self.name, 0, f"starts as {self.incarnation}: {shape}")
+        self.world.after(self.world.rng.uniform(*STEP_S), self._step)
+
+    # --- steps -----------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        """Schedule; then each rank works, some later than others; then look at what they report."""
+        if not self.alive:
+            return
+        rng, world = self.world.rng, self.world
+        self._wake_up()
+        if self._to_wake is None:
+            self._admit()
+            self._compute()
+        metadata = self.hook("build_connector_meta", self.scheduler.build_connector_meta)
+        begun = [leg for leg in self.loading.values() if leg.begun_s == float("inf")]
+        begun += [leg for leg in self.held.values() if leg.begun_s == float("inf")]
+        for leg in begun:
+            leg.told_s = world.now_s
+        length_s = world.rest_s or rng.uniform(*STEP_S)
+        if world.chance(self.scenario.faults.stall):
+            length_s = rng.uniform(0.1, 1.5) * self.scenario.lease_s
+            world.note(self.name, 0, f"stalls for {length_s:.3f} s")
+        several = len(self.seats) > 1
+        for rank, seat in self.seats.items():
+            delay_s = 0.9 * length_s * rng.random() if several else 0.0
+            world.after(delay_s, partial(self._work, rank, seat, metadata))
+        world.after(length_s, lambda: self._look(begun))
+
+    def _work(self, rank: Rank, seat: Seat, metadata: object) -> None:
+        if not self.alive:
+            return
+        self.hook("start_load_kv", seat.connector.start_load_kv, metadata)
+        report = self.hook("get_finished", seat.connector.get_finished)
+        if report is not None:
+            self.reports.add(rank, report)
+
+    def _look(self, begun: list[Leg]) -> None:
+        if not self.alive:
+            return
+        for leg in begun:
+            leg.begun_s = self.world.now_s
+        report = self.reports.take()
+        self.hook("update_connector_output", self.scheduler.update_connector_output, report)
+        for request_id in sorted(report.loaded):
+            self._loaded(request_id, report.loaded[request_id])
+        for request_id in sorted(report.sent):
+            self._sent(request_id, expired=request_id in report.expired)
+        if self.reports.repeated:
+            self.world.violate(checks.ONCE, "a rank has reported twice", 0, self.name)
+        if self._to_wake is None:
+            for leg in [leg for leg in self.running if leg.linger < 0]:
+                self.finish(leg)
+        checks.check_deadlines(self)
+        self.world.after(0.0, self._step)
+
+    # --- scheduling ------------------------------------------------------------------------------
+
+    def add(self, leg: Leg) -> None:
+        """Take a request."""
+        self.waiting.append(leg)
+        self.world.note(self.name, leg.job.number, f"takes it: {leg.tokens} tokens, {leg.hit} here")
+
+    def _admit(self) -> None:
+        for leg in list(self.waiting):
+            number, request_id = leg.job.number, leg.job.request_id
+            if any(request_id == other.job.request_id for other in self.running):
+                continue  # an engine runs one request of a name
+            matched, _ = self.hook(
+                "get_num_new_matched_tokens",
+                self.scheduler.get_num_new_matched_tokens,
+                leg.request,
+                leg.hit,
+            ) or (None, False)
+            if matched is None:
+                continue
+            count = -(-leg.tokens // self.shape.block_tokens)
+            if not leg.decodes:
+                first = min(leg.tokens, max(CHUNK_TOKENS[0], leg.hit))
+                count = -(-first // self.shape.block_tokens)
+            blocks = self.pool.take(count)
+            if blocks is None:
+                return
+            self.waiting.remove(leg)
+            leg.blocks += blocks
+            leg.generation = self.generation
+            self.hook(
+                "update_state_after_alloc",
+                self.scheduler.update_state_after_alloc,
+                leg.request,
+                (tuple(leg.blocks),),
+                matched,
+            )
+            self.write(leg, 0, leg.hit)
+            leg.computed = leg.hit
+            if matched and request_id in self.loading:
+                text = f"{matched} tokens are offered while an earlier load of that name runs"
+                self.world.violate(checks.ONCE, text, number, self.name)
+            if matched:
+                leg.state, leg.end, leg.polls = "loading", leg.hit + matched, 0
+                leg.told_s = leg.begun_s = float("inf")
+                self.loading[request_id] = leg
+                self.world.note(
+                    self.name, number, f"loads tokens {leg.hit}..{leg.end} into blocks {blocks}"
+                )
+            else:
+                leg.state = "running"
+                self.running.append(leg)
+
+    def _compute(self) -> None:
+        """Compute a chunk of each running request, or decode."""
+        rng = self.world.rng
+        for leg in list(self.running):
+            if leg.state != "running":
+                continue  # preempted by an earlier one
+            if leg.computed == leg.tokens:
+                leg.linger -= 1
+                continue
+            end = min(leg.computed + rng.randint(*CHUNK_TOKENS), leg.tokens)
+            more = -(-end // self.shape.block_tokens) - len(leg.blocks)
+            while more > len(self.pool.free) and self.running[-1] is not leg:
+                self._preempt(self.running[-1])
+            blocks = self.pool.take(max(more, 0))
+            if blocks is None or self.world.chance(self.scenario.faults.preempted):
+                self.pool.free += blocks or []
+                self._preempt(leg)
+                continue
+            leg.blocks += blocks
+            self.write(leg, leg.computed, end)
+            leg.computed = end
+
+    def _preempt(self, leg: Leg) -> None:
+        self.world.note(self.name, leg.job.number, f"preempts it, and frees blocks {leg.blocks}")
+        self.running.remove(leg)
+        self._free(leg)
+        leg.state, leg.computed, leg.hit = "waiting", 0, 0
+        self.waiting.append(leg)
+
+    def finish(self, leg: Leg) -> None:
+        """End a request that has blocks or waits for them."""
+        number = leg.job.number
+        if leg in self.running:
+            self.running.remove(leg)
+        elif leg in self.waiting:
+            self.waiting.remove(leg)
+        if leg.state == "running" and leg.computed:
+            checks.check_bytes(leg, 0, leg.computed, "when it finished")
+        holds, taken = self.hook(
+            "request_finished", self.scheduler.request_finished, leg.request, (tuple(leg.blocks),)
+        ) or (False, None)
+        if holds and not leg.aborted:
+            leg.state, leg.polls = "held", 0
+            leg.told_s = leg.begun_s = float("inf")
+            entries = (taken or {})["kvbridge"]["children"]
+            leg.offers = {
+                name: Offer(entry["remote_request_id"], *entry["remote_lease"])
+                for name, entry in entries.items()
+            }
+            self.held[leg.job.request_id] = leg
+            for name, offer in leg.offers.items():
+                for seat in self.seats.values():
+                    seat.agents[name].begin(offer.transfer_id)
+            self.world.note(self.name, number, f"has computed it, holds blocks {leg.blocks}")
+        elif leg.state != "loading":
+            leg.state = "over"
+            self._free(leg)
+        self.plant.traffic.ended(leg, taken)
+
+    def abort(self, leg: Leg) -> None:
+        """End a request that nobody wants any more."""
+        self.world.note(self.name, leg.job.number, f"aborts it while {leg.state}")
+        leg.aborted = True
+        if leg.state in {"waiting", "loading", "running"}:
+            self.finish(leg)
+
+    # --- what workers report ---------------------------------------------------------------------
+
+    def _loaded(self, request_id: str, loaded: Loaded) -> None:
+        leg = self.loading.pop(request_id, None)
+        if leg is None:
+            self.world.violate(
+                checks.ONCE, f"the load of {request_id} is reported, and none runs", 0, self.name
+            )
+            return
+        number = leg.job.number
+        checks.check_quiet(leg, "its load was reported")
+        self.world.note(self.name, number, f"load ended: {loaded.error or 'success'}")
+        lost = leg.generation != self.generation
+        leg.error = loaded.error or ("its cache is gone" if lost else "")
+        if loaded.ok:
+            checks.check_bytes(leg, 0, leg.end, "it was loaded")
+        elif not lost:
+            checks.check_bytes(leg, 0, leg.hit, "what was here, after its load failed")
+            checks.check_cause(leg)
+        if leg.aborted:
+            leg.state = "over"
+            self._free(leg)
+            return
+        leg.state = "running"
+        if lost:
+            self.running.append(leg)
+            self._preempt(leg)
+        elif loaded.ok:
+            leg.computed = leg.end
+            self.running.append(leg)
+        elif self.scenario.recompute:
+            self.running.append(leg)
+        else:
+            self.finish(leg)
+
+    def _sent(self, request_id: str, *, expired: bool) -> None:
+        leg = self.held.pop(request_id, None)
+        if leg is None:
+            self.world.violate(
+                checks.ONCE, f"{request_id} is reported as sent, and is not held", 0, self.name
+            )
+            return
+        leg.expired = expired
+        self.world.note(
+            self.name,
+            leg.job.number,
+            f"frees blocks {leg.blocks}, {'expired' if expired else 'sent'}",
+        )
+        checks.check_given_back(leg)
+        if expired:
+            checks.check_told(leg)
+        checks.check_bytes(leg, 0, leg.computed, "what was held for readers")
+        leg.state = "over"
+        self._free(leg)
+
+    # --- blocks ----------------------------------------------------------------------------------
+
+    def _free(self, leg: Leg) -> None:
+        """Give blocks back: they are overwritten at once, and the first to be used again."""
+        checks.check_quiet(leg, "its blocks were freed")
+        leg.over_s = self.world.now_s
+        if leg.blocks:
+            for seat in self.seats.values():
+                seat.arena.poison(leg.blocks)
+        self.pool.free += leg.blocks
+        leg.blocks = []
+
+    # --- disasters -------------------------------------------------------------------------------
+
+    def kill(self) -> list[Leg]:
+        """End without a word; return what was under way."""
+        self.world.note(self.name, 0, f"{self.incarnation} is killed")
+        self.die()
+        return [*self.waiting, *self.loading.values(), *self.running, *self.held.values()]
+
+    def sleep(self, *, busy: bool) -> None:
+        """Take another cache: as soon as no load is under way, or at once."""
+        if self._to_wake is None and self.alive:
+            self.world.note(self.name, 0, f"sleeps{', with loads under way' if busy else ''}")
+            self._to_wake, self._wakes_busy = list(self.seats), busy
+            for leg in list(self.running):
+                self._preempt(leg)
+
+    def _wake_up(self) -> None:
+        if self._to_wake is None or (self.loading and not self._wakes_busy):
+            return
+        for rank in list(self._to_wake):
+            seat = self.seats[rank]
+            arena = self.new_arena(rank)
+            if not self.register(rank, seat, arena):
+                return  # again at the next step
+            seat.arena.poison()
+            seat.arena = arena
+            self._to_wake.remove(rank)
+            for leg in (*self.loading.values(), *self.running, *self.held.values()):
+                leg.generation = 0  # a part of it is gone
+        self._to_wake = None
+        for leg in list(self.running):
+            self._preempt(leg)
+        self.generation += 1
+        self.publish()
+        self.world.note(self.name, 0, f"wakes up with cache {self.generation}")
+
+    def relatives(self, leg: Leg) -> tuple[str, ...]:
+        """Return the names of the engines that a leg has to do with."""
+        there = (leg.params or {}).get("remote_engine_id")
+        return (self.name, str(there)) if there else (self.name,)
