@@ -12,7 +12,7 @@ from kvbridge.namespaces import NetworkNamespace
 from kvbridge.testing.first_step import FirstStep
 from kvbridge.testing.harness import TransportHarness
 from kvbridge.testing.memory import SharedMemory
-from kvbridge.testing.process import AgentProcess, check_alive, close_all
+from kvbridge.testing.process import AgentProcess, check_alive
 from kvbridge.testing.remote import Pieces, RemoteAgent, RemotePeer, parts_within
 from kvbridge.testing.rules import Placement, Tier
 from kvbridge.testing.violations import NotApplicable, RuleViolationError
@@ -111,7 +111,8 @@ class Laboratory:
 
     def discard_pairs(self) -> None:
         """End the standing pairs, whose state is in doubt."""
-        close_all(self._standing)
+        for process in self._standing:
+            process.close()
         for pair in self._pairs.values():
             self.memory.give_back(pair.here.extent)
             self.memory.give_back(pair.there.extent)
@@ -277,7 +278,8 @@ class Bench:
 
     def close(self, *, broken: bool) -> None:
         """End all that this rule made; what is broken takes the standing pairs with it."""
-        close_all(self._processes)
+        for process in self._processes:
+            process.close()
         for agent in self._agents:
             with suppress(ValueError):
                 self._laboratory.memory.give_back(agent.extent)

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Mapping
 from multiprocessing import Pipe
@@ -57,8 +58,10 @@ class ForkedProcess:
         """Return how it ended, negative for a signal, or None if it is there after that time."""
         _ = self.pid
         if self._exit_code is None:
+            deadline = time.monotonic() + timeout_s
             self._exit_code = self._told(timeout_s)
             if self._exit_code is not None:
+                self._life.poll(max(0.0, deadline - time.monotonic()))  # its number is free again
                 self._life.close()
         return self._exit_code
 

@@ -16,6 +16,7 @@ import select
 import signal
 import socket
 import sys
+import time
 from multiprocessing.connection import Connection
 from multiprocessing.process import current_process
 
@@ -24,6 +25,10 @@ from kvbridge.namespaces import enter
 _REQUEST_NBYTES = 1 << 20
 _DESCRIPTORS_MAX = 16
 _SHIFT_NBYTES_MAX = 1 << 35
+_REAP_S = 0.01
+"""Linux tells of an end while it still clears up after the last thread. Who takes the process away
+at once makes it do so once more at the same time, and spins in the kernel: for seconds where many
+processes want the processor."""
 
 
 def main() -> None:
@@ -85,12 +90,19 @@ def _fork_on_request(control: socket.socket) -> list[int]:
 
 
 def _tell_ends(lives: dict[int, Connection]) -> None:
-    while lives:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if not pid:
-            return
-        with lives.pop(pid) as life:
-            _tell(life, os.waitstatus_to_exitcode(status))
+    """Tell how processes have ended, and close their pipes when nothing is left of them."""
+    ended = []
+    for pid, life in lives.items():
+        end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if end is not None:
+            exited = end.si_code == os.CLD_EXITED
+            _tell(life, end.si_status if exited else -end.si_status)
+            ended.append(pid)
+    if ended:
+        time.sleep(_REAP_S)
+    for pid in ended:
+        os.waitpid(pid, 0)
+        lives.pop(pid).close()
 
 
 def _tell(life: Connection, number: int) -> None:

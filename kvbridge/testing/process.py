@@ -204,14 +204,6 @@ class AgentProcess:
         self._pipe.close()
 
 
-def close_all(processes: Sequence[AgentProcess]) -> None:
-    """Make sure that they are gone, and let them go at the same time."""
-    for process in processes:
-        process.signal(signal.SIGKILL)
-    for process in processes:
-        process.close()
-
-
 def _whereabouts(pid: int) -> str:
     """Say what the kernel knows of a process that does not end."""
     said = []

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
+import psutil
 
 from kvbridge.errors import PeerLostError
 from kvbridge.transport import (
@@ -250,7 +251,8 @@ class NoticesARestartTooLate(Mutant):
 
 def _address_of(door: int) -> str:
     # Abstract, so it is free again when its process has ended; each run of the suite has its own.
-    return f"\0kvbridge-mutant-{os.getppid()}-{door}"
+    suite = psutil.Process(os.getppid()).ppid()  # the parent forks agents for the suite
+    return f"\0kvbridge-mutant-{suite}-{door}"
 
 
 def _first_free_door() -> tuple[int, Listener]:
