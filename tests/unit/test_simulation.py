@@ -24,33 +24,35 @@ FOUND = {
     "frees_after_the_first_reader": 0,
     "counts_reports_and_not_readers": 3,
     "adds_up_readers_of_several_engines": 41,
+    "names_requests_alike_each_time": 43,
     "forgets_to_revoke_when_all_have_read": 0,
     "revokes_only_after_the_blocks_are_free": 0,
     "keeps_blocks_for_ever": 0,
-    "keeps_the_slots_of_expired_leases": 1,
-    "looks_at_the_lease_before_the_bytes": 463,
+    "keeps_the_slots_of_expired_leases": 0,
+    "looks_at_the_lease_before_the_bytes": 222,
     "looks_at_no_lease": 0,
-    "takes_a_lease_that_has_not_begun_for_one_that_is_over": 6,
+    "takes_a_lease_that_has_not_begun_for_one_that_is_over": 2,
     "calls_a_late_transfer_quiet": 0,
     "ends_with_the_first_read_that_failed": 3,
     "takes_a_failed_read_for_a_good_one": 0,
     "counts_a_load_that_one_rank_has_not_ended": 3,
-    "forgets_the_deadline_of_those_that_wait": 23,
+    "forgets_the_deadline_of_those_that_wait": 3,
     "reports_a_load_twice": 0,
-    "does_not_decline_what_was_aborted": 15,
+    "does_not_decline_what_was_aborted": 98,
     "does_not_tell_ranks_that_it_does_not_read": 37,
-    "says_that_it_is_done_when_it_begins": 4,
-    "ignores_the_generation": 9,
+    "says_that_it_is_done_when_it_begins": 3,
+    "knows_an_engine_by_its_name_alone": 3,
+    "ignores_the_generation": 3,
     "never_asks_again": 0,
     "frees_when_the_first_connector_is_done": 2,
     "forgets_connectors_that_stood_by": 76,
 }
 """A seed that finds each bug. Another order of events needs other seeds."""
 
-SOUGHT = {"names_requests_alike_each_time", "knows_an_engine_by_its_name_alone"}
-"""Bugs whose seeds have moved with the order of events, and are to be found anew."""
+MORE = {"names_requests_alike_each_time", "looks_at_the_lease_before_the_bytes"}
+"""These take more requests."""
 
-QUICK = {0, 3, 4, 7}
+QUICK = {0, 2, 3}
 
 HASHES = """
 from kvbridge.testing.simulation import simulate
@@ -59,8 +61,8 @@ print(simulate(3, 40).digest)
 
 
 @cache
-def sound(seed: int) -> Result:
-    return simulate(seed, REQUESTS)
+def sound(seed: int, requests: int = REQUESTS) -> Result:
+    return simulate(seed, requests)
 
 
 @pytest.mark.parametrize("seed", range(100, 104))
@@ -71,7 +73,7 @@ def test_every_promise_is_kept(seed: int) -> None:
 
 
 def test_every_bug_has_a_seed() -> None:
-    assert FOUND.keys() | SOUGHT == BUGS.keys()
+    assert FOUND.keys() == BUGS.keys()
 
 
 @pytest.mark.parametrize(
@@ -82,10 +84,11 @@ def test_every_bug_has_a_seed() -> None:
     ],
 )
 def test_a_planted_bug_is_found(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = sound(seed)
+    requests = 100 if name in MORE else REQUESTS
+    right = sound(seed, requests)
     assert right.violation is None, str(right)
     BUGS[name].plant(monkeypatch)
-    wrong = simulate(seed, REQUESTS)
+    wrong = simulate(seed, requests)
     assert wrong.violation is not None, f"seed {seed} does not find {name} any more"
     assert any(part in wrong.violation.rule for part in BUGS[name].breaks), str(wrong)
 
