@@ -32,10 +32,8 @@ test: $(ALL) debian-packages
 test-full: $(ALL) debian-packages
 	$(BIN)/pytest -m "not soak" --hypothesis-profile=full -o faulthandler_timeout=400 $(PYTEST_ARGS)
 
-# pytest ends with 5 when it has found no test.
 soak: $(ALL) debian-packages
-	@$(BIN)/pytest -m soak -o faulthandler_timeout=7200 $(PYTEST_ARGS); status=$$?; \
-	if [ $$status -eq 5 ]; then echo "no soak tests exist yet"; exit 0; fi; exit $$status
+	$(BIN)/pytest -m soak -o faulthandler_timeout=14500 $(PYTEST_ARGS)
 
 # Changes the planner in small ways and lists what no test notices; takes some twenty minutes.
 mutants: $(ALL)

@@ -35,6 +35,7 @@ class Engine:
         self.cache = library.zeros(shape, dtype=library.float32)
         self.free = random.sample(range(BLOCKS), BLOCKS)
         self.blocks: dict[str, Blocks] = {}  # those of each request
+        self.given_up: set[str] = set()  # those of them that are still being loaded
         self.engine_id = engine_id
         place = TransferTopology(
             engine_id=engine_id,
@@ -67,7 +68,7 @@ class Engine:
         time.sleep(0.001)  # the model computes here, and loads go on beside it
         report = self.worker.get_finished()
         self.scheduler.update_connector_output(report)
-        for request_id in report.sent:
+        for request_id in report.sent | (self.given_up & report.loaded.keys()):
             self.release(request_id)
         return report
 
@@ -77,6 +78,7 @@ class Engine:
         return self.blocks[request_id]
 
     def release(self, request_id: str) -> None:
+        self.given_up.discard(request_id)
         self.free += self.blocks.pop(request_id, ())
 
     def finish(self, request: Request) -> dict[str, Any] | None:
@@ -84,6 +86,8 @@ class Engine:
         keep, params = self.scheduler.request_finished(request, (blocks,))
         if not keep:
             self.release(request.request_id)
+        elif request.aborted:  # while it was being loaded: its blocks are written to until then
+            self.given_up.add(request.request_id)
         return params
 
     def close(self) -> None:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from kvbridge.config import check_timeout
 from kvbridge.connector.base import Connector
 from kvbridge.connector.multi_scheduler import MultiScheduler, MultiStep
 from kvbridge.connector.multi_worker import MultiWorker
@@ -120,7 +121,7 @@ class MultiConnector(Connector):
         return self.scheduler_half.refusals()
 
     def drain(self, timeout_s: float) -> None:
-        self.scheduler_half.drain(timeout_s)
+        self.scheduler_half.drain(check_timeout(timeout_s, "timeout_s of drain()"))
 
     @property
     def drained(self) -> bool:

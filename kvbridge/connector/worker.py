@@ -249,10 +249,14 @@ class BridgeWorker:
         self._dialer.close()
         if self._introductions is not None:
             self._introductions.close()
-        if self._agent is not None:
-            self._agent.close()
-        else:
-            self._transport.close()
+        busy = self._transport.close() if self._agent is None else self._agent.close()
+        if busy:
+            _log.warning(
+                "connector %s: %d region(s) may still be written to; keep their memory mapped until "
+                "the process ends",
+                self._name,
+                len(busy),
+            )
         if self._registry is not None:
             self._registry.close()
 

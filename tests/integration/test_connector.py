@@ -654,8 +654,9 @@ def test_nothing_is_kept_for_ever(engine: Make) -> None:
     assert 1.2 < time.monotonic() - start_s < 4.0
 
 
-def test_an_engine_that_is_drained_serves_whoever_has_begun(engine: Make) -> None:
-    p, d = engine("p", LOCAL), engine("d", LOCAL)
+@pytest.mark.parametrize("config", [LOCAL, two(LOCAL, LOCAL)], ids=["one", "two"])
+def test_an_engine_that_is_drained_serves_whoever_has_begun(engine: Make, config: Any) -> None:
+    p, d = engine("p", config), engine("d", config)
     first, second = p.prefill("first", [3, 1], 8), p.prefill("second", [5, 7], 8)
     assert not p.scheduler.drained
     p.scheduler.drain(1.0)
@@ -669,3 +670,21 @@ def test_an_engine_that_is_drained_serves_whoever_has_begun(engine: Make) -> Non
     assert d.load("second", [4, 6], 8, second) == 8
     run([p, d], lambda: "second" in d.loaded)
     assert "lease" in d.loaded["second"].error
+
+
+@pytest.mark.parametrize("config", [LOCAL, two(LOCAL, LOCAL)], ids=["one", "two"])
+def test_a_time_to_drain_that_is_none_is_the_engines_mistake(engine: Make, config: Any) -> None:
+    p = engine("p", config)
+    with pytest.raises(ConfigError, match=r"timeout_s of drain\(\) -1"):
+        p.scheduler.drain(-1)
+    assert p.prefill("r", [3], 4) is not None, "nothing has begun to end"
+
+
+def test_memory_that_may_still_be_written_to_at_the_end_is_named(
+    engine: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    d = engine("d", LOCAL)
+    agent = d.workers[0, 0].worker_half.agent  # type: ignore[attr-defined]
+    monkeypatch.setattr(agent, "close", lambda: d.cache((0, 0), 2, 4).regions)
+    d.workers[0, 0].shutdown()
+    assert "1 region(s) may still be written to; keep their memory mapped" in caplog.text

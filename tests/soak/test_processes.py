@@ -164,6 +164,8 @@ def soak(request: pytest.FixtureRequest) -> Iterator[Soak]:
 
 
 @pytest.mark.soak
+@pytest.mark.multi_process
+@pytest.mark.timeout(2 * 3600)
 def test_nothing_is_lost_stale_or_held_for_ever(
     soak: Soak, capsys: pytest.CaptureFixture[str]
 ) -> None:
