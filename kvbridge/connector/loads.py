@@ -201,6 +201,10 @@ class Loads:
         """Start a load, or fail it; False if it has to wait. Counts the place that it takes."""
         load, introduction, now_s = each.load, each.introduction, self._clock()
         engine_id = load.remote.engine_id
+        wanted = load.remote.incarnation
+        if introduction.state == "failed" and wanted not in {None, introduction.incarnation}:
+            # It was asked for another start of its engine, perhaps while this one was not up yet.
+            introduction = each.introduction = self._meet(load)
         if introduction.state == "failed" and introduction.error is not None:
             self._fail(load, str(introduction.error), cause_of(introduction.error))
             return True

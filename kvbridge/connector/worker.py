@@ -252,8 +252,8 @@ class BridgeWorker:
         busy = self._transport.close() if self._agent is None else self._agent.close()
         if busy:
             _log.warning(
-                "connector %s: %d region(s) may still be written to; keep their memory mapped until "
-                "the process ends",
+                "connector %s: %d region(s) may still be written to; keep their memory mapped "
+                "until the process ends",
                 self._name,
                 len(busy),
             )

@@ -50,6 +50,7 @@ class Introduction:
     Attributes:
         engine_id: The engine.
         address: Where its handshake server listens; None if a registry knows.
+        incarnation: Which start of it the request wanted that began this; None for any.
         state: ``"asking"`` for its metadata, ``"joining"`` its ranks, ``"live"`` or ``"failed"``.
         error: Why it failed.
         failures: How often in a row.
@@ -59,6 +60,7 @@ class Introduction:
 
     engine_id: str
     address: EngineAddress | None
+    incarnation: str | None = None
     state: State = "asking"
     error: KVBridgeError | None = None
     failures: int = 0
@@ -121,15 +123,21 @@ class Introductions:
             generation: The least registration of its memory that will do.
         """
         known = self._known.get(engine_id)
+        # One that has started anew since then has not failed yet: its requests say so.
+        same_start = known is not None and incarnation in {None, known.incarnation}
         if known is not None:
             if known.state in {"asking", "joining"}:
                 return known
             if known.state == "live" and self._is_current(engine_id, incarnation, generation):
                 return known
-            if known.state == "failed" and self._clock() < known.retry_s:
+            if known.state == "failed" and same_start and self._clock() < known.retry_s:
                 return known
-        failures = known.failures if known is not None and known.state == "failed" else 0
-        new = Introduction(engine_id, address, failures=failures, started_s=self._clock())
+        failures = 0
+        if known is not None and known.state == "failed" and same_start:
+            failures = known.failures
+        new = Introduction(
+            engine_id, address, incarnation, failures=failures, started_s=self._clock()
+        )
         self._known[engine_id] = new
         try:
             asked = self._dialer.fetch(

@@ -10,7 +10,7 @@ import pytest
 
 from kvbridge.connector import Request, remote_request, worker_connector
 from kvbridge.errors import ConfigError
-from kvbridge.handshake import open_registry
+from kvbridge.handshake import HandshakeServer, open_registry
 from tests.integration.registry_servers import RedisServer
 from tests.integration.tiny_engine import Make, TinyEngine, run
 
@@ -688,3 +688,34 @@ def test_memory_that_may_still_be_written_to_at_the_end_is_named(
     monkeypatch.setattr(agent, "close", lambda: d.cache((0, 0), 2, 4).regions)
     d.workers[0, 0].shutdown()
     assert "1 region(s) may still be written to; keep their memory mapped" in caplog.text
+
+
+@pytest.mark.parametrize("joins", [True, False], ids=["while it starts", "when it has started"])
+def test_an_engine_that_starts_is_not_held_to_what_its_last_start_did(
+    engine: Make, joins: bool
+) -> None:
+    """A request of its last start fails to meet it; those of the new one are not to wait for that.
+
+    They join that attempt, or come when it has failed and a pause would be in order.
+    """
+    p = engine("p", LOCAL)
+    d = engine("d", {**LOCAL, "handshake": {"timeout_s": 0.5}})
+    new, old = (p.prefill(name, [page], 4) for name, page in (("new", 3), ("old", 5)))
+    door = HandshakeServer()  # says "not yet"
+    for params in (new, old):
+        params["kvbridge"]["children"]["local"]["remote_port"] = door.port
+    old["kvbridge"]["children"]["local"]["incarnation"] = "the last start"
+    d.load("old", [2], 4, old)
+    if joins:
+        d.load("new", [4], 4, new)
+    run([p, d], lambda: "old" in d.loaded)
+    assert d.loaded["old"].cause == "handshake"
+    published = p.workers[0, 0].get_handshake_metadata()
+    assert published is not None
+    door.set_xfer_handshake_metadata_pp_aware({(0, 0): published})
+    if not joins:
+        d.load("new", [4], 4, new)
+    run([p, d], lambda: "new" in d.loaded)
+    assert d.loaded["new"].error == ""
+    assert_moved(p, d, [3], [4], 4)
+    door.close()

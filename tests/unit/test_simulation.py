@@ -31,7 +31,7 @@ FOUND = {
     "keeps_the_slots_of_expired_leases": 0,
     "looks_at_the_lease_before_the_bytes": 222,
     "looks_at_no_lease": 0,
-    "takes_a_lease_that_has_not_begun_for_one_that_is_over": 2,
+    "takes_a_lease_that_has_not_begun_for_one_that_is_over": 6,
     "calls_a_late_transfer_quiet": 0,
     "ends_with_the_first_read_that_failed": 3,
     "takes_a_failed_read_for_a_good_one": 0,
