@@ -1,7 +1,7 @@
 """Where a MultiConnector decides: which child loads a request, and which stand by."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -149,6 +149,9 @@ class MultiScheduler:
     def finished(self, request: Request, block_ids: BlockIds) -> tuple[bool, dict[str, Any] | None]:
         """Have every child keep a request's blocks, and offer them by all."""
         self._offers.pop(request.request_id, None)
+        given_up = request.request_id in self._loading
+        if given_up:  # its blocks are written to, so no child may keep them
+            request = replace(request, aborted=True)
         saving: list[str] = []
         offers: dict[str, Mapping[str, Any]] = {}
         for name, child in self._children.items():
@@ -158,7 +161,7 @@ class MultiScheduler:
                 saving.append(name)
             if offer:
                 offers[name] = offer
-        if request.request_id in self._loading:  # given up while its blocks are written to
+        if given_up:
             return True, None
         if saving:
             self._saving[request.request_id] = tuple(saving)

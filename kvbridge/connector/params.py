@@ -2,6 +2,10 @@
 
 The flat keys are those of vLLM's NixlConnector, so that its proxies work unchanged; they belong to
 the first connector. All connectors stand under ``kvbridge``, by their names.
+
+Two flags say what an engine shall do with a request: load it, since its cache is elsewhere
+(``do_remote_prefill``), and keep its blocks when it has finished, since they will be wanted
+elsewhere (``do_remote_decode``). Either, both or none may be set. A router sets the second one.
 """
 
 from collections.abc import Mapping
@@ -78,12 +82,12 @@ class _Ours(msgspec.Struct, frozen=True):
 
 
 def wants_remote_prefill(params: Mapping[str, Any] | None) -> bool:
-    """Whether a request's cache is in another engine."""
+    """Whether a request's cache is in another engine, to be loaded from there."""
     return isinstance(params, Mapping) and _is_true(params.get("do_remote_prefill"))
 
 
 def wants_remote_decode(params: Mapping[str, Any] | None) -> bool:
-    """Whether another engine will want a request's cache."""
+    """Whether another engine will want a request's cache, once it has finished here."""
     return isinstance(params, Mapping) and _is_true(params.get("do_remote_decode"))
 
 
@@ -94,6 +98,9 @@ def _is_true(value: object) -> bool:
 
 def offer(request: RemoteRequest, name: str, **sizes: int) -> dict[str, Any]:
     """Return what a producer gives a request to take along.
+
+    The next engine shall load it. Whether its blocks will be wanted after that, no engine knows;
+    whoever does sets ``do_remote_decode`` on the way.
 
     Args:
         request: Where its blocks are.

@@ -32,13 +32,13 @@ HEADS, LAYERS, PAGE, PAGES, CONTENT = 4, 2, 4, 16, 8
 Configure = Callable[[], Any]
 
 
-def place(engine_id: str, rank: Rank, tp: int, pp: int) -> TransferTopology:
+def place(engine_id: str, rank: Rank, tp: int, pp: int, page: int = PAGE) -> TransferTopology:
     return TransferTopology(
         tp_rank=rank[1],
         tp_size=tp,
         pp_rank=rank[0],
         pp_size=pp,
-        block_size=PAGE,
+        block_size=page,
         engine_id=engine_id,
         is_mla=False,
         is_mamba=False,
@@ -56,11 +56,12 @@ class TinyEngine:
         *,
         tp: int = 1,
         pp: int = 1,
+        page: int = PAGE,
         worker_config: Any = None,
         scheduler: Connector | None = None,
         workers: Callable[[Rank, TransferTopology], Connector] | None = None,
     ) -> None:
-        self.engine_id = engine_id
+        self.engine_id, self.page = engine_id, page
         self.ranks: list[Rank] = [(p, t) for p in range(pp) for t in range(tp)]
         incarnation = uuid.uuid4().hex
         self.scheduler = scheduler or scheduler_connector(config, engine_id=engine_id, pp_size=pp)
@@ -74,11 +75,12 @@ class TinyEngine:
             )
 
         self.workers = {
-            rank: (workers or make)(rank, place(engine_id, rank, tp, pp)) for rank in self.ranks
+            rank: (workers or make)(rank, place(engine_id, rank, tp, pp, page))
+            for rank in self.ranks
         }
         heads, layers = HEADS // tp, LAYERS // pp
         self.memory = {
-            rank: np.full((layers, PAGES, 2, PAGE, heads, CONTENT), -1, np.float32)
+            rank: np.full((layers, PAGES, 2, page, heads, CONTENT), -1, np.float32)
             for rank in self.ranks
         }
         self.reports = ReportGatherer(self.ranks)
@@ -112,7 +114,7 @@ class TinyEngine:
                 )
                 for i in range(layers)
             ),
-            (CacheGroup("attention", PAGE),),
+            (CacheGroup("attention", self.page),),
             (memory_region(self.memory[rank]),),
         )
 
@@ -124,7 +126,7 @@ class TinyEngine:
                 for i in range(layers):
                     for head in range(heads):
                         layer, unit = pp * layers + i, tp * heads + head
-                        cells = np.arange(2 * PAGE * CONTENT).reshape(2, PAGE, CONTENT)
+                        cells = np.arange(2 * self.page * CONTENT).reshape(2, self.page, CONTENT)
                         memory[i, page, :, :, head] = (
                             value + cells + 1000 * unit + 10_000 * layer + 100_000 * n
                         )
