@@ -59,6 +59,9 @@ class ConnectorConfig(Config, frozen=True):
             use its share of the time.
         reads_max: How many loads of one rank may read at once; others wait in order, while their
             time runs. One engine may take all but a quarter of the places.
+        direction: Whether this engine reads what it loads (``"pull"``), or asks the other one to
+            write it (``"push"``); ``"auto"`` pushes where the transport says that writing is faster
+            or safer, and both engines can.
         leases_max: For how many requests at once blocks may be kept; others are not offered.
     """
 
@@ -72,6 +75,7 @@ class ConnectorConfig(Config, frozen=True):
     lease_longest_s: Positive = 600.0
     timeout_s: Positive = 20.0
     reads_max: Annotated[int, Meta(ge=1, le=SLOTS)] = 64
+    direction: Literal["auto", "pull", "push"] = "auto"
     leases_max: Annotated[int, Meta(ge=1, le=SLOTS)] = SLOTS
 
 

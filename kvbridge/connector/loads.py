@@ -5,13 +5,17 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Literal
 
 from kvbridge.connector.series import (
     COPIES,
+    DIRECTIONS,
     HANDSHAKE_SECONDS,
     HANDSHAKES,
     NOTICES_LOST,
     PENDING,
+    PHASES,
     QUEUED,
     TRANSFER_BYTES,
     TRANSFER_SECONDS,
@@ -20,10 +24,12 @@ from kvbridge.connector.series import (
 from kvbridge.connector.stats import Key, Meter
 from kvbridge.connector.step import Load
 from kvbridge.connector.values import Loaded
+from kvbridge.connector.ways import Way, can_read, choose_way
 from kvbridge.errors import (
     AuthenticationError,
     HandshakeTimeoutError,
     KVBridgeError,
+    NotSupportedError,
     TransportError,
     UnknownHostError,
 )
@@ -53,6 +59,7 @@ class _Waiting:
         deadline_s: Clock when it fails.
         met_s: Clock when its engine was known; None before.
         is_queued: Whether it has found no place.
+        way: Whether we read, or the engine writes; None while that is open.
     """
 
     load: Load
@@ -61,6 +68,12 @@ class _Waiting:
     deadline_s: float
     met_s: float | None = None
     is_queued: bool = False
+    way: Way | None = None
+
+    @property
+    def direction(self) -> str:
+        """The same as metrics call it."""
+        return "write" if self.way == "push" else "read"
 
 
 @dataclass(slots=True, eq=False)
@@ -94,6 +107,7 @@ class Loads:
         meter: Meter,
         *,
         reads_max: int,
+        direction: Literal["auto", "pull", "push"] = "auto",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Take what it works with; the caller closes that.
@@ -104,6 +118,7 @@ class Loads:
             meetings: Meets engines.
             meter: Counts.
             reads_max: So many loads read at once.
+            direction: Whether they read, or the other engine writes.
             clock: That of the agent.
         """
         self._name, self._agent, self._meetings = name, agent, meetings
@@ -112,6 +127,7 @@ class Loads:
         self._waiting: list[_Waiting] = []
         self._reading: list[_Reading] = []
         self._ended: dict[str, Loaded] = {}
+        self._direction = direction
         self._said_unleased = False
 
     def __len__(self) -> int:
@@ -140,6 +156,11 @@ class Loads:
         running = []
         for each in self._reading:
             transfer, request_id = each.transfer, each.waited.load.request_id
+            if transfer.must_be_read and transfer.state is State.FAILED:
+                _log.info("request %s is read instead: %s", request_id, transfer.reason)
+                each.waited.way = "pull"
+                self._waiting.append(each.waited)
+                continue
             if transfer.state is not State.PENDING and not each.has_ended:
                 each.has_ended = True
                 self._count_end(each)
@@ -173,19 +194,20 @@ class Loads:
     def pending(self) -> dict[Key, float]:
         """Return how many are how far, for :class:`Meter`; from any thread."""
         waiting, reading = self._waiting, self._reading
-        queued = sum(each.is_queued for each in waiting)
-        return {
-            (PENDING.name, "read", "meeting"): len(waiting) - queued,
-            (PENDING.name, "read", "queued"): queued,
-            (PENDING.name, "read", "reading"): sum(not each.has_ended for each in reading),
+        counts: dict[Key, float] = {
+            (PENDING.name, direction, phase): 0 for direction in DIRECTIONS for phase in PHASES
         }
+        for each in waiting:
+            counts[PENDING.name, each.direction, "queued" if each.is_queued else "meeting"] += 1
+        for started in reading:
+            counts[PENDING.name, started.waited.direction, "reading"] += not started.has_ended
+        return counts
 
     def close(self) -> None:
         """Count what will not come to its end. Idempotent."""
-        unread = [each.load for each in self._waiting]
-        unread += [each.waited.load for each in self._reading if not each.has_ended]
-        for load in unread:
-            self._fail(load, "the reader was shut down", "shutdown")
+        unread = [*self._waiting, *(each.waited for each in self._reading if not each.has_ended)]
+        for waiting in unread:
+            self._fail(waiting, "the reader was shut down", "shutdown")
         self._waiting, self._reading, self._ended = [], [], {}
 
     def _meet(self, load: Load) -> Introduction:
@@ -200,39 +222,65 @@ class Loads:
     def _leaves(self, each: _Waiting, taken: Counter[str]) -> bool:
         """Start a load, or fail it; False if it has to wait. Counts the place that it takes."""
         load, introduction, now_s = each.load, each.introduction, self._clock()
-        engine_id = load.remote.engine_id
         wanted = load.remote.incarnation
         if introduction.state == "failed" and wanted not in {None, introduction.incarnation}:
             # It was asked for another start of its engine, perhaps while this one was not up yet.
             introduction = each.introduction = self._meet(load)
         if introduction.state == "failed" and introduction.error is not None:
-            self._fail(load, str(introduction.error), cause_of(introduction.error))
+            self._fail(each, str(introduction.error), cause_of(introduction.error))
             return True
-        session = self._agent.sessions.get(engine_id) if introduction.state == "live" else None
-        if session is not None:
-            each.met_s = now_s if each.met_s is None else each.met_s
-            stale = _staleness(load, session)
-            if stale:
-                self._fail(load, stale, "stale")
-                return True
-            if load.is_empty:
-                self._agent.decline(engine_id, load.remote.request_id)
-                return True
-            if taken.total() < self._reads_max and taken[engine_id] < self._share:
-                taken[engine_id] += self._read(each, now_s)
-                return True
+        session = self._session(each)
+        if session is not None and self._goes(each, session, taken, now_s):
+            return True
         if now_s >= each.deadline_s:
             self._fail_late(each, session)
             return True
-        if session is not None and not each.is_queued:
-            each.is_queued = True
-            self._meter.count(QUEUED, "read")
-        elif session is None and introduction.state == "live":  # met, and gone again
+        if session is None and introduction.state == "live":  # met, and gone again
             each.introduction = self._meet(load)
         return False
 
-    def _read(self, each: _Waiting, now_s: float) -> bool:
-        """Begin to read; False if that cannot be."""
+    def _goes(self, each: _Waiting, session: Session, taken: Counter[str], now_s: float) -> bool:
+        """Start a load whose engine has been met, or fail it; False if it has to wait."""
+        load, engine_id = each.load, session.engine_id
+        each.met_s = now_s if each.met_s is None else each.met_s
+        stale = _staleness(load, session)
+        if stale:
+            self._fail(each, stale, "stale")
+            return True
+        if load.is_empty:
+            self._agent.decline(engine_id, load.remote.request_id)
+            return True
+        try:
+            each.way = each.way or choose_way(
+                self._agent,
+                session,
+                self._direction,
+                load.address,
+                timeout_s=self._meetings.timeout_s,
+                now_s=now_s,
+            )
+        except NotSupportedError as error:
+            self._fail_unread(each, str(error), "refused")
+            return True
+        if each.way is None:
+            return False
+        if taken.total() < self._reads_max and taken[engine_id] < self._share:
+            taken[engine_id] += self._read(each, session, now_s)
+            return True
+        if not each.is_queued:
+            each.is_queued = True
+            self._meter.count(QUEUED, each.direction)
+        return False
+
+    def _session(self, each: _Waiting) -> Session | None:
+        """Return the session with a load's engine, once that has been met."""
+        session = self._agent.sessions.get(each.load.remote.engine_id)
+        if session is None or each.introduction.state != "live":
+            return None
+        return session if "read" in session.plans else None
+
+    def _read(self, each: _Waiting, session: Session, now_s: float) -> bool:
+        """Begin to read, or to have it written; False if that cannot be."""
         load, remote = each.load, each.load.remote
         if remote.lease is None and not self._said_unleased:
             self._said_unleased = True
@@ -241,8 +289,15 @@ class Loads:
                 "until they are read; have proxies pass on all of kv_transfer_params (said once)",
                 load.request_id,
             )
+        begin = self._agent.pull
+        if each.way == "push" and load.address is not None:
+            begin = partial(
+                self._agent.want,
+                address=load.address,
+                reads_instead=can_read(session) and self._direction == "auto",
+            )
         try:
-            transfer = self._agent.pull(
+            transfer = begin(
                 remote.engine_id,
                 remote.request_id,
                 [BlockTable(ids) for ids in load.block_ids],
@@ -253,39 +308,49 @@ class Loads:
                 lease=remote.lease,
             )
         except KVBridgeError as error:
-            self._fail(load, str(error), cause_of(error))
-            self._agent.decline(remote.engine_id, remote.request_id)  # nothing will be read
+            self._fail_unread(each, str(error), cause_of(error))
             return False
         self._reading.append(_Reading(each, transfer))
         return True
 
     def _fail_late(self, each: _Waiting, session: Session | None) -> None:
         """Fail a load whose time is over before it has begun to read."""
-        load, remote = each.load, each.load.remote
-        timeout_s = each.deadline_s - each.begun_s
+        remote, timeout_s = each.load.remote, each.deadline_s - each.begun_s
         if session is None:
             self._fail(
-                load,
+                each,
                 f"engine {remote.engine_id!r} at {remote.address} was not met within the "
                 f"{timeout_s:g} s that connector {self._name!r} may take",
                 "handshake",
             )
-            return
-        self._fail(
-            load,
-            f"no place to read was free within the {timeout_s:g} s that connector {self._name!r} "
-            f"may take: {self._reads_max} loads may read at once, {self._share} of one engine; "
-            "raise reads_max, or look for what is slow",
-            "deadline",
-        )
-        self._agent.decline(remote.engine_id, remote.request_id)  # nothing will be read
+        elif each.way is None:
+            self._fail_unread(
+                each,
+                f"engine {remote.engine_id!r} did not say within the {timeout_s:g} s that "
+                f"connector {self._name!r} may take whether it can write here",
+                "handshake",
+            )
+        else:
+            self._fail_unread(
+                each,
+                f"no place to read was free within the {timeout_s:g} s that connector "
+                f"{self._name!r} may take: {self._reads_max} loads may read at once, {self._share} "
+                "of one engine; raise reads_max, or look for what is slow",
+                "deadline",
+            )
 
-    def _fail(self, load: Load, error: str, cause: Cause) -> None:
+    def _fail_unread(self, each: _Waiting, error: str, cause: Cause) -> None:
+        """Fail a load of which nothing will be read, and tell its engine so."""
+        self._fail(each, error, cause)
+        self._agent.decline(each.load.remote.engine_id, each.load.remote.request_id)
+
+    def _fail(self, each: _Waiting, error: str, cause: Cause) -> None:
+        load = each.load
         if load.is_empty:
             self._meter.count(NOTICES_LOST, cause)
             _log.info("engine %s was not told: %s", load.remote.engine_id, error)
         else:
-            self._meter.count(TRANSFERS, "read", "failed", cause)
+            self._meter.count(TRANSFERS, each.direction, "failed", cause)
             self._ended[load.request_id] = Loaded(error, self._name, cause=cause)
 
     def _count_meeting(self, met: Introduction) -> None:
@@ -297,16 +362,17 @@ class Loads:
 
     def _count_end(self, each: _Reading) -> None:
         waited, transfer, meter = each.waited, each.transfer, self._meter
+        direction = waited.direction
         if transfer.state is not State.DONE:
-            meter.count(TRANSFERS, "read", "failed", transfer.cause)
+            meter.count(TRANSFERS, direction, "failed", transfer.cause)
             return
-        meter.count(TRANSFERS, "read", "ok", "")
-        meter.measure(TRANSFER_BYTES, sum(source.nbytes for source in transfer.sources), "read")
+        meter.count(TRANSFERS, direction, "ok", "")
+        meter.measure(TRANSFER_BYTES, sum(source.nbytes for source in transfer.sources), direction)
         for stage, pieces in (
             ("planned", sum(source.copies for source in transfer.sources)),
             ("submitted", sum(source.merged for source in transfer.sources)),
         ):
-            meter.count(COPIES, "read", stage, by=pieces)
+            meter.count(COPIES, direction, stage, by=pieces)
         met_s = waited.begun_s if waited.met_s is None else waited.met_s
         for phase, seconds in (
             ("meeting", met_s - waited.begun_s),
@@ -314,7 +380,7 @@ class Loads:
             ("reading", transfer.seconds),
             ("all", transfer.ended_s - waited.begun_s),
         ):
-            meter.measure(TRANSFER_SECONDS, seconds, "read", phase)
+            meter.measure(TRANSFER_SECONDS, seconds, direction, phase)
 
 
 def _staleness(load: Load, session: Session) -> str:

@@ -117,7 +117,7 @@ class BridgeScheduler:
         self._loads: list[Load] = []
         self._meter = Meter(SCHEDULER, name, config.transport)
         self._refused: set[str] = set()  # requests whose params are of no use here
-        self._said_unmatched = False
+        self._said: set[str] = set()  # reasons that hold for every request alike
 
     @classmethod
     def open(cls, config: ConnectorConfig, name: str, engine_id: str) -> "BridgeScheduler":
@@ -215,7 +215,8 @@ class BridgeScheduler:
         if remote is None:
             return None
         end = min(remote.num_tokens, request.prompt_tokens)
-        return Load(request.request_id, remote, block_ids, end - tokens if tokens else end, end)
+        start = end - tokens if tokens else end
+        return Load(request.request_id, remote, block_ids, start, end, self._address)
 
     def allocated(self, request: Request, block_ids: BlockIds, tokens: int) -> None:
         """Load into a request's blocks; or tell the other engine that there is no need to."""
@@ -246,19 +247,20 @@ class BridgeScheduler:
         if request.request_id in self._loading:  # given up while its blocks are written to
             return True, None
         self._renew_no_more(request.request_id)
-        wanted = params.wants_remote_decode(request.params) and self._config.role != "consumer"
+        wanted = params.wants_remote_decode(request.params)
         if not wanted or request.aborted or not request.computed_tokens or self._cache is None:
             return False, None
         transfer_id, lease = f"{request.request_id}#{next(self._numbers)}", None
         reason, why = self._objection(request, block_ids, self._cache)
         if not reason:
-            lease = self._holds.grant(request.request_id, transfer_id)
+            lease = self._holds.grant(request.request_id, transfer_id, block_ids)
             if lease is None:
                 reason = "leases_max"
                 why = f"the blocks of {len(self._holds)} others are held, and {reason} is as low"
         self._meter.count(OFFERS, "declined" if reason else "made", reason)
         if reason:
-            _log.warning("request %s is not offered: %s", request.request_id, why)
+            level = self._once(reason) if reason == "role" else logging.WARNING
+            _log.log(level, "request %s is not offered: %s", request.request_id, why)
             return False, None
         first = next(iter(self._engine.values()))
         remote = RemoteRequest(
@@ -283,6 +285,8 @@ class BridgeScheduler:
         self, request: Request, block_ids: BlockIds, cache: RankCache
     ) -> tuple[str, str]:
         """Return why a request's blocks cannot be kept, in a word and more; empty if they can."""
+        if self._config.role == "consumer":
+            return "role", self._only("takes")
         if request.request_id in self._holds:
             return "duplicate", (
                 "another one of that id is, since it has finished twice; give each request an id "
@@ -367,21 +371,26 @@ class BridgeScheduler:
         if given is not None and not isinstance(given, Mapping):
             self._refuse(request, f"its params are a {type(given).__name__}, no mapping")
             return None
-        wanted = params.wants_remote_prefill(request.params) and self._config.role != "producer"
-        if not wanted or request.params is None:
+        if not params.wants_remote_prefill(request.params) or request.params is None:
+            return None
+        if self._config.role == "producer":
+            if self._is_new_refusal(request, "role"):
+                why = self._only("gives")
+                _log.log(
+                    self._once("role"), "request %s is not loaded: %s", request.request_id, why
+                )
             return None
         try:
             remote = params.remote_request(request.params, self._name)
             if remote is None and self._is_new_refusal(request, "unmatched"):
                 _log.log(
-                    logging.INFO if self._said_unmatched else logging.WARNING,
+                    self._once("unmatched"),
                     "request %s is offered by connectors %s and not by %r; connectors are paired "
                     "by their names, so give them the same on both engines (said once)",
                     request.request_id,
                     params.offered_by(request.params),
                     self._name,
                 )
-                self._said_unmatched = True
         except ConfigError as error:
             # The engine can compute what it cannot load: a stranger's mistake is not its end.
             self._refuse(request, str(error))
@@ -391,6 +400,18 @@ class BridgeScheduler:
     def _refuse(self, request: Request, why: str) -> None:
         if self._is_new_refusal(request, "malformed"):
             _log.warning("request %s cannot be loaded: %s", request.request_id, why)
+
+    def _only(self, does: str) -> str:
+        return (
+            f"connector {self._name!r} has the role {self._config.role!r}, so its engine only "
+            f"{does}; where blocks go both ways, give it the role 'both' (said once)"
+        )
+
+    def _once(self, reason: str) -> int:
+        """Return how loud to say what holds for every request alike: the first time, aloud."""
+        level = logging.INFO if reason in self._said else logging.WARNING
+        self._said.add(reason)
+        return level
 
     def _is_new_refusal(self, request: Request, reason: str) -> bool:
         """Count a request whose params are of no use, once, however often it is looked at."""

@@ -33,6 +33,8 @@ class Series:
 
 
 MOVES = (*OWN, "direction")
+DIRECTIONS = ("read", "write")
+"""Whether the engine that loads has read, or the other one has written."""
 _COUNTED = tuple(cause for cause in CAUSES if cause != "fault")  # which never gets to us
 PHASES = ("meeting", "queued", "reading")
 
@@ -60,14 +62,18 @@ TRANSFERS = Series(
     "counter",
     "Loads of requests that have ended on a rank",
     (*MOVES, "outcome", "reason"),
-    (("read", "ok", ""), *(("read", "failed", cause) for cause in _COUNTED)),
+    tuple(
+        (direction, *outcome)
+        for direction in DIRECTIONS
+        for outcome in (("ok", ""), *(("failed", cause) for cause in _COUNTED))
+    ),
 )
 TRANSFER_BYTES = Series(
     "kvbridge_transfer_bytes",
     "histogram",
     "Bytes of a load that succeeded",
     MOVES,
-    (("read",),),
+    tuple((direction,) for direction in DIRECTIONS),
     BYTES,
 )
 COPIES = Series(
@@ -75,14 +81,14 @@ COPIES = Series(
     "counter",
     "Pieces of loads that succeeded, as planned and as merged neighbours were submitted",
     (*MOVES, "stage"),
-    (("read", "planned"), ("read", "submitted")),
+    tuple((each, stage) for each in DIRECTIONS for stage in ("planned", "submitted")),
 )
 TRANSFER_SECONDS = Series(
     "kvbridge_transfer_seconds",
     "histogram",
     "Time of a load that succeeded, by what it was spent on; phase all is the whole of it",
     (*MOVES, "phase"),
-    tuple(("read", phase) for phase in (*PHASES, "all")),
+    tuple((each, phase) for each in DIRECTIONS for phase in (*PHASES, "all")),
     SECONDS,
 )
 PENDING = Series(
@@ -90,14 +96,21 @@ PENDING = Series(
     "gauge",
     "Loads that have not ended, by what they wait for",
     (*MOVES, "phase"),
-    tuple(("read", phase) for phase in PHASES),
+    tuple((each, phase) for each in DIRECTIONS for phase in PHASES),
 )
 QUEUED = Series(
     "kvbridge_transfers_queued_total",
     "counter",
     "Loads that had to wait because as many as may (reads_max) were reading",
     MOVES,
-    (("read",),),
+    tuple((direction,) for direction in DIRECTIONS),
+)
+PUSHES = Series(
+    "kvbridge_pushes_total",
+    "counter",
+    "Requests' blocks that ranks of other engines asked this one to write",
+    (*OWN, "outcome", "reason"),
+    (("ok", ""), *(("failed", cause) for cause in _COUNTED)),
 )
 QUARANTINED = Series(
     "kvbridge_quarantined_operations",
@@ -116,7 +129,15 @@ NOTICES_IGNORED = Series(
     "counter",
     "Notices of readers that changed nothing",
     (*OWN, "reason"),
-    (("duplicate",), ("late",), ("unknown",), ("unreadable",)),
+    (
+        ("duplicate",),
+        ("late",),
+        ("unknown",),
+        ("unreadable",),
+        ("unasked",),
+        ("stranger",),
+        ("too_many",),
+    ),
 )
 LEASES_EXPIRED = Series(
     "kvbridge_leases_expired_total",
@@ -135,7 +156,10 @@ OFFERS = Series(
     (*OWN, "outcome", "reason"),
     (
         ("made", ""),
-        *(("declined", reason) for reason in ("leases_max", "draining", "blocks", "duplicate")),
+        *(
+            ("declined", reason)
+            for reason in ("leases_max", "draining", "blocks", "duplicate", "role")
+        ),
     ),
 )
 RENEWALS = Series(
@@ -148,9 +172,9 @@ RENEWALS = Series(
 PARAMS_REFUSED = Series(
     "kvbridge_params_refused_total",
     "counter",
-    "Requests whose params could not be read, or named no connector of this name",
+    "Requests that were to be loaded, and whose params are of no use to the connector",
     (*OWN, "reason"),
-    (("malformed",), ("unmatched",)),
+    (("malformed",), ("unmatched",), ("role",)),
 )
 FAILOVERS = Series(
     "kvbridge_failovers_total",
@@ -182,6 +206,7 @@ WORKER = (
     COPIES,
     TRANSFER_SECONDS,
     QUEUED,
+    PUSHES,
     NOTICES_LOST,
     LEASES_EXPIRED,
 )

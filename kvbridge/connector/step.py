@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from kvbridge.connector.params import RemoteRequest
 from kvbridge.connector.values import BlockIds
-from kvbridge.handshake import HandshakeMetadata
+from kvbridge.handshake import EngineAddress, HandshakeMetadata
 from kvbridge.model import Rank
 from kvbridge.session import Lease
 
@@ -21,6 +21,7 @@ class Load:
         start_token: First token to read.
         end_token: One past the last one; where both are the same, the other engine is only told
             that we need nothing.
+        address: Where our engine's handshake server listens, for engines that write.
     """
 
     request_id: str
@@ -28,6 +29,7 @@ class Load:
     block_ids: BlockIds
     start_token: int
     end_token: int
+    address: EngineAddress | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -47,11 +49,13 @@ class Hold:
         request_id: Our engine's name for the request.
         transfer_id: What readers call it; no two holds have the same.
         lease: How readers see that the blocks are kept.
+        block_ids: The blocks, for readers that want them written.
     """
 
     request_id: str
     transfer_id: str
     lease: Lease
+    block_ids: BlockIds = ()
 
 
 @dataclass(frozen=True, slots=True)

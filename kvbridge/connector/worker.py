@@ -15,6 +15,7 @@ from kvbridge.connector.series import (
     LEASES_EXPIRED,
     NOTICES_IGNORED,
     NOTICES_LOST,
+    PUSHES,
     QUARANTINED,
     WORKER,
 )
@@ -31,7 +32,8 @@ from kvbridge.handshake import (
     open_registry,
 )
 from kvbridge.model import RankCache, TransferTopology
-from kvbridge.session import Asks, Introductions, RankAgent
+from kvbridge.plan import BlockTable
+from kvbridge.session import Asks, Gifts, Introductions, RankAgent
 from kvbridge.transport import Transport, open_transport
 
 _log = logging.getLogger(__name__)
@@ -83,7 +85,9 @@ class BridgeWorker:
         self._introductions: Introductions | None = None
         self._loads: Loads | None = None
         self._meter = Meter(WORKER, name, config.transport)
+        self._gifts: Gifts | None = None
         self._held: dict[str, tuple[str, float]] = {}  # transfer: its request, and its deadline
+        self._leaving: dict[str, str] = {}  # transfers that are over but still being written
         self._sent: set[str] = set()
         self._expired: set[str] = set()
 
@@ -154,6 +158,7 @@ class BridgeWorker:
             cache,
             self._transport,
             incarnation=self._incarnation,
+            gives=self._config.role != "consumer" and self._config.direction != "pull",
             clock=self._clock,
             **self._named,  # type: ignore[arg-type]
         )
@@ -171,8 +176,10 @@ class BridgeWorker:
             self._introductions,
             self._meter,
             reads_max=self._config.reads_max,
+            direction=self._config.direction,
             clock=self._clock,
         )
+        self._gifts = Gifts(self._agent, self._introductions, clock=self._clock)
 
     def metadata(self) -> HandshakeMetadata:
         """Return what the rank publishes."""
@@ -184,7 +191,8 @@ class BridgeWorker:
             self.agent.share_engine(step.engine)
         now_s = self._clock()
         for hold in step.holds:
-            if self.agent.hold(hold.transfer_id, hold.lease):
+            tables = [BlockTable(ids) for ids in hold.block_ids]
+            if self.agent.hold(hold.transfer_id, hold.lease, tables):
                 self._sent.add(hold.request_id)
             else:
                 self._held[hold.transfer_id] = (hold.request_id, now_s + self._config.lease_s)
@@ -209,29 +217,37 @@ class BridgeWorker:
 
     def report(self) -> WorkerReport:
         """Make progress, and return what has ended."""
-        if self._agent is None or self._loads is None:
+        if self._agent is None or self._loads is None or self._gifts is None:
             return WorkerReport()
         self._loads.start()
-        for transfer_id in self._agent.poll().released:
-            request_id, _ = self._held.pop(transfer_id, (None, 0.0))
-            if request_id is not None:
-                self._sent.add(request_id)
+        polled = self._agent.poll()
+        for transfer_id in polled.released:
+            if transfer_id in self._held:
+                self._leave(transfer_id, self._gifts)
+        for sender, note in polled.asked:
+            self._gifts.heard(sender, note)
+        for outcome in self._gifts.poll():
+            self._meter.count(PUSHES, "failed" if outcome.cause else "ok", outcome.cause)
         self._loads.end()
         self._expire()
-        report = WorkerReport(self._loads.take(), frozenset(self._sent), frozenset(self._expired))
-        self._sent, self._expired = set(), set()
-        return report
+        self._leave_quiet(self._gifts)
+        sent, self._sent = frozenset(self._sent), set()
+        expired, self._expired = frozenset(self._expired & sent), self._expired - sent
+        return WorkerReport(self._loads.take(), sent, expired)
 
     def stats(self) -> Stats:
         """Return what this rank has counted; from any thread."""
-        agent, loads = self._agent, self._loads
-        if agent is None or loads is None:
+        agent, loads, gifts = self._agent, self._loads, self._gifts
+        if agent is None or loads is None or gifts is None:
             return self._meter.stats({})
         ignored = {
             "duplicate": agent.releases.duplicates,
             "late": agent.releases.late,
             "unknown": agent.releases.forgotten,
             "unreadable": agent.unreadable,
+            "unasked": agent.unasked,
+            "stranger": gifts.strangers,
+            "too_many": gifts.ignored,
         }
         return self._meter.stats(
             {
@@ -262,12 +278,22 @@ class BridgeWorker:
 
     def _let_go(self, transfer_id: str) -> str:
         """Keep blocks no longer, though not every reader has reported; return their request."""
-        request_id, _ = self._held.pop(transfer_id)
+        request_id, _ = self._held[transfer_id]
         self.agent.expire(transfer_id)
-        self._sent.add(request_id)
         self._expired.add(request_id)
         self._meter.count(LEASES_EXPIRED)
+        if self._gifts is not None:
+            self._leave(transfer_id, self._gifts)
         return request_id
+
+    def _leave(self, transfer_id: str, gifts: Gifts) -> None:
+        """Take note that blocks are not kept any more; they are free once nothing reads them."""
+        gifts.stop(transfer_id)
+        self._leaving[transfer_id] = self._held.pop(transfer_id)[0]
+
+    def _leave_quiet(self, gifts: Gifts) -> None:
+        for transfer_id in [each for each in self._leaving if not gifts.is_writing(each)]:
+            self._sent.add(self._leaving.pop(transfer_id))
 
     def _expire(self) -> None:
         now_s = self._clock()

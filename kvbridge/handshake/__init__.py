@@ -11,16 +11,27 @@ from kvbridge.handshake.compatibility import (
 )
 from kvbridge.handshake.dialer import Dialer, fetch_metadata
 from kvbridge.handshake.discovery import EngineRecord, Registry, open_registry
-from kvbridge.handshake.messages import MetadataReply, Release, RenewalReply, RenewalRequest
+from kvbridge.handshake.messages import (
+    Blocks,
+    Given,
+    MetadataReply,
+    Release,
+    RenewalReply,
+    RenewalRequest,
+    Want,
+    Withdrawal,
+)
 from kvbridge.handshake.metadata import HandshakeMetadata, RankPayload
 from kvbridge.handshake.security import Keys, SecurityConfig, keys_of_secret, load_keys
 from kvbridge.handshake.server import HandshakeServer
 
 __all__ = [
+    "Blocks",
     "Dialer",
     "Difference",
     "EngineAddress",
     "EngineRecord",
+    "Given",
     "HandshakeMetadata",
     "HandshakeServer",
     "Keys",
@@ -33,6 +44,8 @@ __all__ = [
     "RenewalReply",
     "RenewalRequest",
     "SecurityConfig",
+    "Want",
+    "Withdrawal",
     "check_compatible",
     "compare",
     "engine_factors",

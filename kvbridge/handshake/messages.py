@@ -1,4 +1,4 @@
-"""What engines say to each other: questions and answers of the side channel, and releases."""
+"""What engines say to each other: over the side channel, and in notes from rank to rank."""
 
 from typing import Annotated
 
@@ -139,6 +139,93 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
     ok: bool = True
 
 
+class Blocks(msgspec.Struct, frozen=True, array_like=True):
+    """The blocks of a request in one cache group; as text of four bytes each, to be small.
+
+    Attributes:
+        ids: Little-endian block ids.
+        start_token: First token that they hold.
+        null_block_id: Id of an entry without a block.
+    """
+
+    ids: bytes
+    start_token: int = 0
+    null_block_id: int | None = None
+
+
+class Want(msgspec.Struct, frozen=True, tag="want"):
+    """Asks a producer rank to write a request's blocks into those of a reader, once they are ready.
+
+    With an empty range of tokens it asks only whether that rank can reach the reader.
+
+    Attributes:
+        number: The reader's number for it; each is carried out once at most.
+        request_id: The request, by the producer's name for it.
+        engine_id: The reader's engine.
+        incarnation: That engine's incarnation.
+        generation: Which registration of that engine's memory the blocks are of.
+        rank: The reader.
+        address: Where that engine's handshake server listens, as host and port.
+        blocks: Where the tokens go, for each cache group.
+        start_token: First token to write.
+        end_token: One past the last one.
+        timeout_s: For how long the reader waits, from when this is heard.
+        epoch: That of the lease that the producer has given; None if the reader knows of none.
+    """
+
+    number: int
+    request_id: str
+    engine_id: str
+    incarnation: str
+    generation: int
+    rank: Rank
+    address: tuple[str, int]
+    blocks: tuple[Blocks, ...]
+    start_token: int
+    end_token: int
+    timeout_s: float
+    epoch: int | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is to be written."""
+        return self.start_token == self.end_token
+
+
+class Withdrawal(msgspec.Struct, frozen=True, tag="withdrawal"):
+    """Asks a producer rank to write no more for a :class:`Want`, and to say when it does not.
+
+    Attributes:
+        number: That of the want.
+        request_id: That of the want.
+    """
+
+    number: int
+    request_id: str
+
+
+class Given(msgspec.Struct, frozen=True, tag="given"):
+    """Tells a reader that a producer rank has written what it wanted, or that it will not come.
+
+    Either way, that rank touches the reader's blocks no more.
+
+    Attributes:
+        number: That of the want.
+        nbytes: Bytes that were written.
+        reason: Why it will not come; empty if it has.
+        cause: The same in a word.
+    """
+
+    number: int
+    nbytes: int = 0
+    reason: str = ""
+    cause: str = ""
+
+
+Note = Release | Want | Withdrawal | Given
+"""What ranks tell each other through their transport."""
+
+
 def decode_request(data: bytes) -> Request:
     """Decode what a peer asks.
 
@@ -188,13 +275,21 @@ def decode_reply(data: bytes) -> MetadataReply | RenewalReply | None:
     raise HandshakeError(f"the peer refused: {reply.reason}")
 
 
-def decode_release(data: bytes) -> Release:
-    """Decode a reader's release.
+def decode_note(data: bytes) -> Note:
+    """Decode what a rank of another engine tells this one.
 
     Raises:
-        HandshakeError: It is none.
+        HandshakeError: It is nothing that ranks tell each other, or cannot be.
     """
-    release = decode(data, Release, "release", limit=NOTE_MAX_BYTES)
-    if release.readers < 1:
-        raise HandshakeError(f"release of {release.request_id!r} expects {release.readers} readers")
-    return release
+    note: Note = decode(data, Note, "note", limit=NOTE_MAX_BYTES)  # type: ignore[arg-type]
+    if isinstance(note, Release) and note.readers < 1:
+        raise HandshakeError(f"release of {note.request_id!r} expects {note.readers} readers")
+    if isinstance(note, Want):
+        if not (0 <= note.start_token <= note.end_token and 0 <= note.timeout_s <= 86_400):
+            raise HandshakeError(
+                f"tokens [{note.start_token}, {note.end_token}) of {note.request_id!r} are wanted "
+                f"within {note.timeout_s} s, which is impossible"
+            )
+        if any(len(each.ids) % 4 for each in note.blocks):
+            raise HandshakeError(f"block ids of {note.request_id!r} of other than four bytes")
+    return note

@@ -60,11 +60,13 @@ class RankPayload(msgspec.Struct, frozen=True):
         cache: What the rank holds.
         agent_info: What its transport's peers need.
         leases: Where its table of leases is, to be read by others; None where it has none.
+        gives: Whether it writes what other ranks ask for.
     """
 
     cache: RankCache
     agent_info: bytes
     leases: Region | None = None
+    gives: bool = False
 
 
 class Envelope(msgspec.Struct, frozen=True, omit_defaults=True):

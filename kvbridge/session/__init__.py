@@ -2,6 +2,7 @@
 
 from kvbridge.session.agent import AgentPoll, RankAgent
 from kvbridge.session.causes import CAUSES, Cause, cause_of
+from kvbridge.session.gifts import Gift, Gifts, Outcome
 from kvbridge.session.introductions import Asks, Introduction, Introductions
 from kvbridge.session.leases import Lease
 from kvbridge.session.releases import ReleaseBook
@@ -13,9 +14,12 @@ __all__ = [
     "AgentPoll",
     "Asks",
     "Cause",
+    "Gift",
+    "Gifts",
     "Introduction",
     "Introductions",
     "Lease",
+    "Outcome",
     "RankAgent",
     "ReleaseBook",
     "Session",

@@ -3,7 +3,7 @@
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -11,23 +11,25 @@ from kvbridge.config import check_timeout
 from kvbridge.errors import (
     ConfigError,
     HandshakeError,
+    MemoryBusyError,
     PeerLostError,
     TransportError,
     UnknownEngineError,
 )
 from kvbridge.handshake import (
+    EngineAddress,
     HandshakeMetadata,
     RankPayload,
-    Release,
     engine_factors,
     factors_of,
 )
 from kvbridge.handshake.compatibility import LAYERED
-from kvbridge.handshake.messages import decode_release
+from kvbridge.handshake.messages import Given, Note, Release, Want, Withdrawal, decode_note
 from kvbridge.handshake.metadata import decode_factors, seal
 from kvbridge.handshake.wire import encode
 from kvbridge.model import Rank, RankCache, TransferTopology
 from kvbridge.plan import BlockTable, TransferBatch
+from kvbridge.plan.values import Direction
 from kvbridge.session.causes import Cause
 from kvbridge.session.leases import WORD_NBYTES, Lease, LeaseTable, Standing
 from kvbridge.session.releases import ReleaseBook
@@ -40,14 +42,57 @@ from kvbridge.session.session import (
     open_session,
 )
 from kvbridge.session.transfer import SourceStats, Transfer
-from kvbridge.transport import Descriptors, Handle, Peer, Region, State, Transport
+from kvbridge.session.wants import Wants, blocks_of, tables_of
+from kvbridge.transport import Descriptors, Handle, Op, Peer, Region, State, Transport
 
 
 class AgentPoll(NamedTuple):
-    """What ended since the last poll; each entry is reported once."""
+    """What happened since the last poll; each entry is reported once.
+
+    Attributes:
+        finished: Transfers that have ended.
+        released: Requests whose blocks no reader needs any more.
+        asked: What other ranks want written, by the names of their agents.
+    """
 
     finished: tuple[Transfer, ...] = ()
     released: tuple[str, ...] = ()
+    asked: tuple[tuple[str, Want | Withdrawal], ...] = ()
+
+
+class _Moves(Protocol):
+    """What handles belong to: a transfer, or a gift.
+
+    Attributes:
+        pending: Those that are not quiet.
+    """
+
+    pending: set[Any]
+
+    def settle(self, handle: Handle, state: State, reason: str) -> None:
+        """Note that one has become quiet."""
+
+    def fail(self, reason: str, cause: Cause) -> None:
+        """Note that one could not be submitted."""
+
+
+class _Gives(_Moves, Protocol):
+    """What is written for a reader; see :class:`~kvbridge.session.gifts.Gift`.
+
+    Attributes:
+        has_begun: Whether that has been submitted.
+        nbytes: Bytes of it.
+    """
+
+    has_begun: bool
+    nbytes: int
+
+
+class _Kept(NamedTuple):
+    """What is promised of a request."""
+
+    lease: Lease | None
+    tables: Sequence[BlockTable]
 
 
 class RankAgent:
@@ -73,6 +118,7 @@ class RankAgent:
         revision: str | None = None,
         draft_layers: Iterable[int] = (),
         incarnation: str | None = None,
+        gives: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Register the rank's memory with an open transport.
@@ -85,6 +131,7 @@ class RankAgent:
             revision: Revision of the model, if it is pinned.
             draft_layers: Layers that belong to a draft model, by global index.
             incarnation: Agreed with the engine's other ranks; needed if there are any.
+            gives: Whether other ranks may ask it to write, see :class:`Gifts`; it says so to them.
             clock: Seconds that never run backwards.
 
         Raises:
@@ -99,7 +146,7 @@ class RankAgent:
             )
         self._topology, self._local, self._transport = topology, local, transport
         self._local_engine: dict[Rank, RankCache] | None = None
-        self._clock = clock
+        self._clock, self._gives = clock, gives
         self.incarnation = incarnation or uuid.uuid4().hex
         self._memory = memory_of(local.regions, local.where)
         self._named: dict[str, Any] = {
@@ -112,11 +159,13 @@ class RankAgent:
         self._engine_factors: dict[str, Any] | None = None
         self.generation = 1
         self._sessions: dict[str, Session] = {}
-        self._transfers: dict[Handle, Transfer] = {}
+        self._transfers: dict[Handle, _Moves] = {}
         self._live: list[Transfer] = []
+        self._untold: list[Transfer] = []  # ended, but others still write to them
+        self._wants = Wants(transport.notify, transport.drop_peer, clock)
         self.releases = ReleaseBook(clock)
         self._leases = LeaseTable()
-        self._granted: dict[str, Lease] = {}
+        self._kept: dict[str, _Kept] = {}
         self.unreadable = 0
         self.unsent = 0
         transport.register((*local.regions, self._leases.region))
@@ -124,7 +173,7 @@ class RankAgent:
     def metadata(self) -> HandshakeMetadata:
         """Return what this rank publishes."""
         info = self._transport.agent_info()
-        payload = RankPayload(self._local, info, self._leases.region)
+        payload = RankPayload(self._local, info, self._leases.region, self._gives)
         return HandshakeMetadata(
             self._local.engine_id,
             self.incarnation,
@@ -156,6 +205,16 @@ class RankAgent:
         return self._local.engine_id
 
     @property
+    def gives(self) -> bool:
+        """Whether other ranks may ask it to write."""
+        return self._gives
+
+    @property
+    def transport_name(self) -> str:
+        """The transport that moves the bytes."""
+        return self._transport.name
+
+    @property
     def sessions(self) -> Mapping[str, Session]:
         """The remote engines that are connected, by their ids."""
         return self._sessions
@@ -179,16 +238,22 @@ class RankAgent:
 
         Raises:
             ConfigError: The cache is of another engine or rank.
-            MemoryBusyError: The memory registered so far is in use.
+            MemoryBusyError: The memory registered so far is in use, by this rank or by another one
+                that was asked to write to it.
             TransportError: The memory cannot be registered.
         """
         if (local.engine_id, local.rank) != (self._local.engine_id, self._local.rank):
             raise ConfigError(f"{local.where} cannot take the place of {self._local.where}")
         memory = memory_of(local.regions, local.where)
+        if len(self._wants):
+            raise MemoryBusyError(
+                f"{self._local.where}: {len(self._wants)} writes of other engines into its memory "
+                "have not ended; finish or give up what is being loaded, and poll, first"
+            )
         self._disconnect_all()  # their plans are bound to the old addresses
         self._transport.unregister(self._local.regions)
         self._leases.revoke_all()  # before the engine uses that memory for anything else
-        self._granted.clear()
+        self._kept.clear()
         self._transport.register(local.regions)
         self._local, self._memory = local, memory
         self._factors = factors_of(local, **self._named)
@@ -197,26 +262,36 @@ class RankAgent:
         self._disconnect_all()  # as is that of a session which was opened meanwhile
 
     def connect(
-        self, metadata: Mapping[Rank, HandshakeMetadata], *, timeout_s: float = 10.0
+        self,
+        metadata: Mapping[Rank, HandshakeMetadata],
+        *,
+        timeout_s: float = 10.0,
+        direction: Direction = "read",
     ) -> Session:
         """Pair with a remote engine. May block; see :func:`open_session` for what is raised.
 
         What is paired already keeps its session; another incarnation of the engine, or a later
-        registration of its memory, takes its place.
+        registration of its memory, takes its place. One engine is paired by one thread at a time.
+
+        Args:
+            metadata: What every rank of the remote engine published.
+            timeout_s: How long each of those ranks may take to answer.
+            direction: Whether we read from there, or write to there.
 
         Raises:
-            HandshakeError: This rank has registered other memory meanwhile, too.
+            HandshakeError: This rank has registered other memory meanwhile, too; or what was known
+                of the engine was dropped.
         """
+        known = None
         for data in metadata.values():
             known = self._sessions.get(data.engine_id)
-            if known is None:
-                continue
-            if (known.incarnation, known.generation) == (
-                data.incarnation,
-                generation_of(metadata),
-            ):
-                return known
-            self.disconnect(data.engine_id)
+            start = (data.incarnation, generation_of(metadata))
+            if known is not None and (known.incarnation, known.generation) != start:
+                self.disconnect(data.engine_id)
+                known = None
+        if known is not None and direction in known.plans:
+            return known
+        before = {} if known is None else known.peers
         local = self._local
         session = open_session(
             self._topology,
@@ -226,8 +301,17 @@ class RankAgent:
             factors=self.factors,
             local_engine=self._local_engine,
             timeout_s=timeout_s,
+            direction=direction,
+            known=known,
         )
-        self._sessions[session.engine_id] = session
+        if known is None:
+            self._sessions[session.engine_id] = session
+        elif self._sessions.get(session.engine_id) is not known:
+            for rank in session.peers.keys() - before.keys():
+                self._transport.drop_peer(session.peers[rank])
+            raise HandshakeError(
+                f"engine {session.engine_id!r} was dropped while it was joined; join it again"
+            )
         if self._local is not local:  # :meth:`renew` sees the session, or this sees the renewal
             self._drop(session.engine_id)
             raise HandshakeError(
@@ -249,7 +333,8 @@ class RankAgent:
         """Forget a remote engine, if nobody else does so at this moment."""
         session = self._sessions.pop(engine_id, None)
         if session is not None:
-            close_session(self._topology, self._transport, session)
+            kept = self._wants.orphan(tuple(session.peers.values()))
+            close_session(self._topology, self._transport, session, keep=kept)
 
     def _disconnect_all(self) -> None:
         for engine_id in list(self._sessions):
@@ -293,21 +378,160 @@ class RankAgent:
         )
         transfer = Transfer(session, request_id, now_s, now_s + timeout_s, lease=lease)
         for batch in batches:
-            self._submit(session, transfer, batch)
+            transfer.sources.append(_source(batch))
+            self._submit("read", session, transfer, batch)
         self._live.append(transfer)
         return transfer
 
+    def greet(self, engine_id: str, address: EngineAddress, *, timeout_s: float) -> Transfer:
+        """Ask a remote engine whether it can reach this rank, to write what it wants.
+
+        Args:
+            engine_id: A connected engine.
+            address: Where our engine's handshake server listens.
+            timeout_s: How long it may take.
+
+        Raises:
+            UnknownEngineError: The engine is not connected.
+        """
+        session, now_s = self._session(engine_id), self._clock()
+        greeting = Transfer(session, "", now_s, now_s + timeout_s, "greeting")
+        session.greeting = greeting
+        for source in session.plan.sources:
+            self._wants.ask(greeting, source.rank, self._wanted(greeting, address))
+        self._live.append(greeting)
+        return greeting
+
+    def want(
+        self,
+        engine_id: str,
+        request_id: str,
+        local_tables: Sequence[BlockTable],
+        remote_tables: Sequence[BlockTable],
+        *,
+        address: EngineAddress,
+        start_token: int = 0,
+        end_token: int,
+        timeout_s: float = 30.0,
+        lease: Lease | None = None,
+        reads_instead: bool = False,
+    ) -> Transfer:
+        """Ask a remote engine to write a request's tokens here, once they are ready.
+
+        That engine writes only while it keeps the blocks, so no lease has to be looked at. The
+        blocks here stay in use until each of its ranks has said that it has written, or will not.
+
+        Args:
+            engine_id: A connected engine that has been greeted.
+            request_id: The request, by the remote engine's name for it.
+            local_tables: Where the tokens go.
+            remote_tables: Where they are; what comes is compared with what they hold.
+            address: Where our engine's handshake server listens.
+            start_token: First token to take.
+            end_token: One past the last token to take; an empty range moves nothing.
+            timeout_s: When the request fails if it has not ended.
+            lease: The remote engine's promise to keep the blocks, to be sure that both mean the
+                same request.
+            reads_instead: Whether the caller will read them, where that engine cannot write: then
+                it is not told that they are not needed.
+
+        Raises:
+            UnknownEngineError: The engine is not connected.
+            ConfigError: The time-out is none.
+            BlockTableError: The tables do not cover the range; nothing was started.
+        """
+        session = self._session(engine_id)
+        check_timeout(timeout_s, "timeout_s")
+        now_s = self._clock()
+        batches = session.plan.lower(
+            local_tables, remote_tables, start_token=start_token, end_token=end_token
+        )
+        transfer = Transfer(session, request_id, now_s, now_s + timeout_s, "push")
+        transfer.reads_instead = reads_instead
+        for batch in batches:
+            want = self._wanted(
+                transfer,
+                address,
+                local_tables,
+                (start_token, end_token),
+                None if lease is None else lease.epoch,
+            )
+            self._wants.ask(transfer, batch.remote_rank, want, batch.total_nbytes)
+            transfer.sources.append(_source(batch))
+        self._live.append(transfer)
+        return transfer
+
+    def _wanted(
+        self,
+        transfer: Transfer,
+        address: EngineAddress,
+        tables: Sequence[BlockTable] = (),
+        tokens: tuple[int, int] = (0, 0),
+        epoch: int | None = None,
+    ) -> Want:
+        return Want(
+            self._wants.number(),
+            transfer.request_id,
+            self._local.engine_id,
+            self.incarnation,
+            self.generation,
+            self._local.rank,
+            (address.host, address.port),
+            blocks_of(tables),
+            *tokens,
+            timeout_s=transfer.deadline_s - transfer.started_s,
+            epoch=epoch,
+        )
+
+    def give(self, gift: _Gives, want: Want) -> None:
+        """Write what a rank of another engine wants; its blocks and ours are held.
+
+        Args:
+            gift: Learns of the handles, and of how they end.
+            want: What is wanted, of a request that is held.
+
+        Raises:
+            UnknownEngineError: The engine is not connected, or not to be written to.
+            BlockTableError: The tables do not cover the range; nothing was started.
+            ConfigError: Another promise is meant than that for the request that is held.
+        """
+        session, kept = self._session(want.engine_id), self._kept[want.request_id]
+        if want.epoch is not None and (kept.lease is None or kept.lease.epoch != want.epoch):
+            raise ConfigError(
+                f"request {want.request_id!r} is held under another lease than the reader knows"
+            )
+        batches = session.plan_to("write").lower(
+            kept.tables,
+            tables_of(want.blocks),
+            start_token=want.start_token,
+            end_token=want.end_token,
+        )
+        gift.has_begun = True
+        for batch in batches:
+            if batch.remote_rank == want.rank:
+                gift.nbytes += batch.total_nbytes
+                self._submit("write", session, gift, batch)
+
     def is_busy(self, engine_id: str) -> bool:
         """Whether a transfer with a remote engine has not ended, or is not quiet."""
-        transfers = {*self._live, *self._transfers.values()}
-        return any(each.session.engine_id == engine_id for each in transfers)
+        peers = {handle.peer for handle in self._transfers}
+        session = self._session(engine_id)
+        return any(each.session is session for each in (*self._live, *self._untold)) or any(
+            peer in peers for peer in session.peers.values()
+        )
 
-    def hold(self, request_id: str, lease: Lease | None = None) -> bool:
+    def hold(
+        self,
+        request_id: str,
+        lease: Lease | None = None,
+        tables: Sequence[BlockTable] = (),
+    ) -> bool:
         """Keep a request's blocks for its readers, and promise it where they can see it.
 
         Args:
             request_id: The request, by our name for it.
             lease: The promise, the same on all ranks of the engine.
+            tables: The blocks, for readers that want them written.
 
         Returns:
             Whether all readers had reported already, so that the blocks are free at once.
@@ -316,8 +540,12 @@ class RankAgent:
             return True
         if lease is not None:
             self._leases.grant(lease)
-            self._granted[request_id] = lease
+        self._kept[request_id] = _Kept(lease, tables)
         return False
+
+    def is_held(self, request_id: str) -> bool:
+        """Whether a request's blocks are kept for its readers."""
+        return request_id in self._kept
 
     def expire(self, request_id: str) -> None:
         """Keep a request's blocks no longer, whoever has not reported."""
@@ -325,9 +553,9 @@ class RankAgent:
         self.releases.expire(request_id)
 
     def _revoke(self, request_id: str) -> None:
-        lease = self._granted.pop(request_id, None)
-        if lease is not None:
-            self._leases.revoke(lease)
+        kept = self._kept.pop(request_id, None)
+        if kept is not None and kept.lease is not None:
+            self._leases.revoke(kept.lease)
 
     def decline(self, engine_id: str, request_id: str) -> None:
         """Tell a remote engine that this rank needs nothing of a request.
@@ -345,19 +573,33 @@ class RankAgent:
         """Make progress. Never waits."""
         polled = self._transport.poll()
         for handle, state, reason in polled.finished:
-            transfer = self._transfers.pop(handle, None)
-            if transfer is not None:
-                transfer.settle(handle, state, reason)
-        released = tuple(
-            request_id for _, payload in polled.notifications for request_id in self._heard(payload)
-        )
-        return AgentPoll(tuple(self._ended()), released)
+            moves = self._transfers.pop(handle, None)
+            if moves is not None:
+                moves.settle(handle, state, reason)
+        released, asked = [], []
+        for sender, payload in polled.notifications:
+            match self._read_note(payload):
+                case Release() as release if self.releases.report(release):
+                    self._revoke(release.request_id)
+                    released.append(release.request_id)
+                case Given() as given:
+                    self._wants.heard(sender, given)
+                case Want() | Withdrawal() as note:
+                    asked.append((sender, note))
+        self._wants.poll()
+        return AgentPoll(tuple(self._ended()), tuple(released), tuple(asked))
+
+    @property
+    def unasked(self) -> int:
+        """Answers to what this rank had not asked for, or knew already."""
+        return self._wants.ignored
 
     @property
     def quarantined(self) -> int:
-        """Handles that nobody waits for any more but that are not quiet; asked from any thread."""
-        transfers = list(self._transfers.values())
-        return sum(1 for transfer in transfers if transfer.state is not State.PENDING)
+        """What nobody waits for any more but is not quiet; asked from any thread."""
+        moves = list(self._transfers.values())
+        handles = sum(1 for each in moves if getattr(each, "state", None) is not State.PENDING)
+        return handles + sum(len(each.pending) for each in list(self._untold))
 
     def close(self, *, timeout_s: float = 5.0) -> tuple[Region, ...]:
         """Forget every engine and close the transport.
@@ -376,63 +618,94 @@ class RankAgent:
             )
         return self._sessions[engine_id]
 
-    def _submit(self, session: Session, transfer: Transfer, batch: TransferBatch) -> None:
-        peer = session.peers[batch.remote_rank]
-        transfer.sources.append(
-            SourceStats(batch.remote_rank, batch.total_nbytes, batch.piece_count, batch.nbytes.size)
-        )
-        there = session.memory[batch.remote_rank]
+    def _submit(self, op: Op, session: Session, moves: _Moves, batch: TransferBatch) -> None:
+        peer, there = session.peers[batch.remote_rank], session.memory[batch.remote_rank]
         for part in _parts(batch.nbytes.size, peer.capabilities.descriptors_max):
             nbytes = batch.nbytes[part]
             here = Descriptors(batch.local_address[part], nbytes, *self._memory)
             remote = Descriptors(batch.remote_address[part], nbytes, *there)
-            if not self._read(transfer, batch.remote_rank, here, remote):
+            if not self._submit_part(op, session, moves, peer, here, remote):
                 return
 
-    def _read(self, transfer: Transfer, rank: Rank, here: Descriptors, there: Descriptors) -> bool:
-        """Submit a read of a transfer; False if the transport refuses, which fails it."""
-        session = transfer.session
+    def _submit_part(
+        self,
+        op: Op,
+        session: Session,
+        moves: _Moves,
+        peer: Peer,
+        here: Descriptors,
+        there: Descriptors,
+    ) -> bool:
+        """Submit a part of something; False if the transport refuses, which fails it."""
         try:
-            handle = self._transport.submit("read", session.peers[rank], here, there)
+            handle = self._transport.submit(op, peer, here, there)
         except TransportError as error:
             session.lost |= isinstance(error, PeerLostError)
-            transfer.fail(str(error), "transport")
+            moves.fail(str(error), "transport")
             return False
-        transfer.pending.add(handle)
-        self._transfers[handle] = transfer
+        moves.pending.add(handle)
+        self._transfers[handle] = moves
         return True
 
     def _ended(self) -> Iterator[Transfer]:
         """End the transfers that are quiet or late, and tell the producer of each."""
         now_s = self._clock()
         for transfer in list(self._live):
+            if transfer.kind == "push" and transfer.reason and not transfer.quiet:
+                self._wants.withdraw(transfer)  # the rest is of no use
             if not transfer.quiet and now_s < transfer.deadline_s:
                 continue
-            if transfer.quiet and not transfer.reason and transfer.lease is not None:
-                standing = self._standing(transfer, transfer.lease)
-                if standing == "not yet" and now_s < transfer.deadline_s:
-                    self._look_at_leases(transfer, transfer.lease)
-                    continue
-                if standing != "kept":
-                    transfer.fail(
-                        f"engine {transfer.session.engine_id!r} had not kept the blocks of request "
-                        f"{transfer.request_id!r} until they were read: its lease "
-                        + ("was over" if standing == "over" else "had not begun"),
-                        "lease",
-                    )
+            if transfer.quiet and not transfer.reason and self._is_open(transfer, now_s):
+                continue
             if not transfer.quiet:
-                cause: Cause = "deadline"
-                what = f"{len(transfer.pending)} reads had not ended"
-                if transfer.seen is not None:  # all bytes are here, but they prove nothing
-                    what = f"the lease of request {transfer.request_id!r} had not begun"
-                    cause = "lease"
-                transfer.fail(f"{what} after {now_s - transfer.started_s:.3g} s", cause)
-                for handle in transfer.pending:
-                    self._transport.abandon(handle)
+                self._give_up(transfer, now_s)
             transfer.end(now_s)
             self._live.remove(transfer)
+            if transfer.kind != "greeting":
+                if not transfer.must_be_read:
+                    self._untold.append(transfer)
+                yield transfer
+        self._tell_of_ends()
+
+    def _tell_of_ends(self) -> None:
+        """Tell producers of what has ended; those who may still write, only once they do not."""
+        for transfer in [each for each in self._untold if each.kind == "pull" or each.quiet]:
+            self._untold.remove(transfer)
             self._tell(transfer.session, transfer.request_id, ok=transfer.state is State.DONE)
-            yield transfer
+
+    def _is_open(self, transfer: Transfer, now_s: float) -> bool:
+        """Whether the word of the lease must still be looked at; fails what was not kept."""
+        lease = transfer.lease
+        if lease is None:
+            return False
+        standing = self._standing(transfer, lease)
+        if standing == "not yet" and now_s < transfer.deadline_s:
+            self._look_at_leases(transfer, lease)
+            return True
+        if standing != "kept":
+            transfer.fail(
+                f"engine {transfer.session.engine_id!r} had not kept the blocks of request "
+                f"{transfer.request_id!r} until they were read: its lease "
+                + ("was over" if standing == "over" else "had not begun"),
+                "lease",
+            )
+        return False
+
+    def _give_up(self, transfer: Transfer, now_s: float) -> None:
+        """Fail what is late. It ends by itself, and is quiet only then."""
+        cause: Cause = "deadline"
+        verb = "reads had not ended" if transfer.kind == "pull" else "ranks had not answered"
+        what = f"{len(transfer.pending)} {verb}"
+        if transfer.seen is not None:  # all bytes are here, but they prove nothing
+            what = f"the lease of request {transfer.request_id!r} had not begun"
+            cause = "lease"
+        transfer.fail(f"{what} after {now_s - transfer.started_s:.3g} s", cause)
+        if transfer.kind == "pull":
+            for handle in transfer.pending:
+                if isinstance(handle, Handle):
+                    self._transport.abandon(handle)
+        else:
+            self._wants.withdraw(transfer)
 
     def _standing(self, transfer: Transfer, lease: Lease) -> Standing:
         """Return what is known of a lease from what the words of all sources said last."""
@@ -459,7 +732,8 @@ class RankAgent:
             there = np.array([table.address + lease.slot * WORD_NBYTES], np.uint64)
             nbytes = np.array([WORD_NBYTES], np.uint64)
             transfer.seen.append(at)
-            self._read(transfer, source.rank, Descriptors(here, nbytes), Descriptors(there, nbytes))
+            pieces = (Descriptors(here, nbytes), Descriptors(there, nbytes))
+            self._submit_part("read", session, transfer, session.peers[source.rank], *pieces)
 
     def _tell(self, session: Session, request_id: str, *, ok: bool) -> None:
         for rank, peer in session.peers.items():
@@ -473,22 +747,35 @@ class RankAgent:
             )
             self._notify(peer, encode(release))
 
-    def _notify(self, peer: Peer, payload: bytes) -> None:
+    def _notify(self, peer: Peer, payload: bytes) -> bool:
+        """Send a note; whether that could be done."""
         try:
             self._transport.notify(peer, payload)
         except TransportError:
             # A producer that is gone needs no telling; one that lives frees by its own deadline.
             self.unsent += 1
+            return False
+        return True
 
-    def _heard(self, payload: bytes) -> Iterator[str]:
+    def peer_named(self, agent: str) -> Peer | None:
+        """Return a connected rank by the name of its agent."""
+        peers = (peer for session in self._sessions.values() for peer in session.peers.values())
+        return next((peer for peer in peers if peer.agent == agent), None)
+
+    def tell(self, peer: Peer, given: Given) -> bool:
+        """Tell a rank what has become of what it wants; whether that could be done."""
+        return self._notify(peer, encode(given))
+
+    def _read_note(self, payload: bytes) -> Note | None:
         try:
-            release = decode_release(payload)
+            return decode_note(payload)
         except HandshakeError:
             self.unreadable += 1
-            return
-        if self.releases.report(release):
-            self._revoke(release.request_id)
-            yield release.request_id
+            return None
+
+
+def _source(batch: TransferBatch) -> SourceStats:
+    return SourceStats(batch.remote_rank, batch.total_nbytes, batch.piece_count, batch.nbytes.size)
 
 
 def _parts(count: int, most: int) -> Iterator[slice]:

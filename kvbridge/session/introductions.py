@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 from kvbridge.errors import HandshakeError, KVBridgeError
 from kvbridge.handshake import EngineAddress, MetadataReply
+from kvbridge.plan.values import Direction
 from kvbridge.session.agent import RankAgent
 from kvbridge.session.session import Session, generation_of
 
@@ -50,6 +51,7 @@ class Introduction:
     Attributes:
         engine_id: The engine.
         address: Where its handshake server listens; None if a registry knows.
+        direction: Whether it is met to be read from, or to be written to.
         incarnation: Which start of it the request wanted that began this; None for any.
         state: ``"asking"`` for its metadata, ``"joining"`` its ranks, ``"live"`` or ``"failed"``.
         error: Why it failed.
@@ -60,6 +62,7 @@ class Introduction:
 
     engine_id: str
     address: EngineAddress | None
+    direction: Direction = "read"
     incarnation: str | None = None
     state: State = "asking"
     error: KVBridgeError | None = None
@@ -74,6 +77,9 @@ class Introductions:
     All calls come from the thread that polls the agent, and return at once; what may block happens
     elsewhere. Requests for one engine share one introduction, and engines do not wait for each
     other. One that failed is not tried again before a growing, jittered pause is over.
+
+    Attributes:
+        timeout_s: How long an engine may take to answer.
     """
 
     def __init__(
@@ -96,14 +102,15 @@ class Introductions:
             clock: Seconds that never run backwards.
             uniform: Draws from between two numbers.
         """
-        self._agent, self._dialer, self._timeout_s = agent, dialer, timeout_s
+        self._agent, self._dialer, self.timeout_s = agent, dialer, timeout_s
         self._clock, self._uniform = clock, uniform
         self._threads = threads or ThreadPoolExecutor(8, thread_name_prefix="kvbridge-join")
-        self._known: dict[str, Introduction] = {}
+        self._known: dict[tuple[str, Direction], Introduction] = {}
         self._answers: queue.SimpleQueue[tuple[Introduction, Future[MetadataReply]]] = (
             queue.SimpleQueue()
         )
         self._joined: queue.SimpleQueue[tuple[Introduction, Future[Session]]] = queue.SimpleQueue()
+        self._met: list[tuple[Introduction, MetadataReply]] = []  # to be joined
         self._changed: list[Introduction] = []
 
     def meet(
@@ -113,6 +120,7 @@ class Introductions:
         *,
         incarnation: str | None = None,
         generation: int = 0,
+        direction: Direction = "read",
     ) -> Introduction:
         """Return how far we have come with an engine; begin if we have not.
 
@@ -121,14 +129,16 @@ class Introductions:
             address: Where its handshake server listens; None to ask the dialer's registry.
             incarnation: Which start of it is wanted, if known: another one is met anew.
             generation: The least registration of its memory that will do.
+            direction: Whether to read from there, or to write to there.
         """
-        known = self._known.get(engine_id)
+        known = self._known.get((engine_id, direction))
         # One that has started anew since then has not failed yet: its requests say so.
         same_start = known is not None and incarnation in {None, known.incarnation}
         if known is not None:
             if known.state in {"asking", "joining"}:
                 return known
-            if known.state == "live" and self._is_current(engine_id, incarnation, generation):
+            wanted = (incarnation, generation, direction)
+            if known.state == "live" and self._is_current(engine_id, *wanted):
                 return known
             if known.state == "failed" and same_start and self._clock() < known.retry_s:
                 return known
@@ -136,13 +146,18 @@ class Introductions:
         if known is not None and known.state == "failed" and same_start:
             failures = known.failures
         new = Introduction(
-            engine_id, address, incarnation, failures=failures, started_s=self._clock()
+            engine_id,
+            address,
+            direction,
+            incarnation,
+            failures=failures,
+            started_s=self._clock(),
         )
-        self._known[engine_id] = new
+        self._known[engine_id, direction] = new
         try:
             asked = self._dialer.fetch(
                 address,
-                timeout_s=self._timeout_s,
+                timeout_s=self.timeout_s,
                 engine_id=engine_id,
                 asker=self._agent.engine_id,
                 factors=self._agent.factors,
@@ -159,9 +174,9 @@ class Introductions:
         If it is still the one that we know, its session stays, and what else goes on with it;
         unless one of its ranks cannot be reached any more.
         """
-        known = self._known.get(engine_id)
+        known = self._known.get((engine_id, "read"))
         if known is not None and known.state == "live":
-            del self._known[engine_id]
+            del self._known[engine_id, "read"]
             session = self._agent.sessions.get(engine_id)
             if session is not None and session.lost:
                 self._agent.disconnect(engine_id)
@@ -172,9 +187,10 @@ class Introductions:
             introduction, answer = self._answers.get_nowait()
             error = answer.exception()
             if error is None:
-                self._join(introduction, answer.result())
+                self._met.append((introduction, answer.result()))
             else:
                 self._fail(introduction, as_ours(error))
+        self._met = [each for each in self._met if not self._joins(*each)]
         while not self._joined.empty():
             introduction, joined = self._joined.get_nowait()
             error = joined.exception()
@@ -189,30 +205,59 @@ class Introductions:
         """Begin nothing new. What has begun ends with the agent. Idempotent."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _is_current(self, engine_id: str, incarnation: str | None, generation: int) -> bool:
+    def _is_current(
+        self,
+        engine_id: str,
+        incarnation: str | None,
+        generation: int,
+        direction: Direction | None,
+    ) -> bool:
         session = self._agent.sessions.get(engine_id)
         return (
             session is not None
             and incarnation in {None, session.incarnation}
             and generation <= session.generation
+            and (direction is None or direction in session.plans)
         )
+
+    def _joins(self, introduction: Introduction, reply: MetadataReply) -> bool:
+        """Begin to join an engine; False while it is joined for the other direction."""
+        if "joining" in self._states(introduction.engine_id):
+            return False
+        self._join(introduction, reply)
+        return True
+
+    def _states(self, engine_id: str) -> set[State]:
+        """Return how far we have come with an engine, for either direction."""
+        directions: tuple[Direction, ...] = get_args(Direction)
+        known = (self._known.get((engine_id, direction)) for direction in directions)
+        return {each.state for each in known if each is not None}
 
     def _join(self, introduction: Introduction, reply: MetadataReply) -> None:
         """Give an engine's metadata to the agent, in a thread that may wait for its ranks."""
         engine_id = introduction.engine_id
         try:
             incarnation = reply.ranks[0].incarnation if reply.ranks else None
-            if self._is_current(engine_id, incarnation, generation_of(reply.by_rank)):
+            start = (incarnation, generation_of(reply.by_rank))
+            if self._is_current(engine_id, *start, introduction.direction):
                 self._settle(introduction)
                 return
+            is_new = not self._is_current(engine_id, *start, None)
         except KVBridgeError as error:
             self._fail(introduction, error)
             return
-        if engine_id in self._agent.sessions:  # an earlier start of it, or earlier addresses
+        if (
+            is_new and engine_id in self._agent.sessions
+        ):  # an earlier start of it, or earlier addresses
             _log.info("engine %s has restarted, or registered anew: old state dropped", engine_id)
             self._agent.disconnect(engine_id)
         introduction.state = "joining"
-        connect = partial(self._agent.connect, reply.by_rank, timeout_s=self._timeout_s)
+        connect = partial(
+            self._agent.connect,
+            reply.by_rank,
+            timeout_s=self.timeout_s,
+            direction=introduction.direction,
+        )
         joining = self._threads.submit(connect)
         joining.add_done_callback(lambda joined: self._joined.put((introduction, joined)))
 
@@ -235,13 +280,14 @@ class Introductions:
 
     def _forget_the_gone(self, engine_id: str) -> None:
         """Keep nothing of engines that are gone: in a fleet they come and go for ever."""
-        if engine_id in self._agent.sessions and not self._agent.is_busy(engine_id):
+        is_live = "live" in self._states(engine_id)
+        if engine_id in self._agent.sessions and not (is_live or self._agent.is_busy(engine_id)):
             self._agent.disconnect(engine_id)
         if len(self._known) > KNOWN_MAX:
             now_s = self._clock()
             self._known = {
-                engine_id: each
-                for engine_id, each in self._known.items()
+                key: each
+                for key, each in self._known.items()
                 if each.state != "failed" or now_s < each.retry_s
             }
 

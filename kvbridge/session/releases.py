@@ -14,7 +14,7 @@ READERS_MAX = 4096
 """So many ranks may report on one request; no engine has more."""
 EARLY_MAX = 4096
 EXPIRED_MAX = 4096
-"""So many requests are known to have expired, to tell readers that come late from early ones."""
+"""So many requests are known to be over, to tell readers that come late from early ones."""
 EARLY_S = 600.0
 """A request that is not held for so long after a reader's report was never to be, or is over."""
 
@@ -40,6 +40,7 @@ class ReleaseBook:
         self._reports: dict[str, dict[Engine, dict[Rank, int]]] = {}
         self._early: OrderedDict[str, float] = OrderedDict()  # when those not held were reported
         self._expired: OrderedDict[str, None] = OrderedDict()
+        self._ended: OrderedDict[str, None] = OrderedDict()
         self.duplicates = 0
         self.forgotten = 0
         self.late = 0
@@ -58,6 +59,7 @@ class ReleaseBook:
         self._held.add(request_id)
         self._early.pop(request_id, None)
         self._expired.pop(request_id, None)
+        self._ended.pop(request_id, None)
         return self._settle(request_id)
 
     def expire(self, request_id: str) -> None:
@@ -68,6 +70,10 @@ class ReleaseBook:
         self._expired[request_id] = None
         if len(self._expired) > EXPIRED_MAX:
             self._expired.popitem(last=False)
+
+    def is_over(self, request_id: str) -> bool:
+        """Whether a request was kept, and is so no longer; after thousands of others, unknown."""
+        return request_id in self._expired or request_id in self._ended
 
     def report(self, release: Release) -> bool:
         """Note that a reader is done.
@@ -109,4 +115,7 @@ class ReleaseBook:
             return False
         self._held.remove(request_id)
         del self._reports[request_id]
+        self._ended[request_id] = None
+        if len(self._ended) > EXPIRED_MAX:
+            self._ended.popitem(last=False)
         return True

@@ -1,10 +1,15 @@
 """The live pairing of this rank with one incarnation of a remote engine."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from kvbridge.errors import HandshakeError, TopologyConflictError, UnsupportedLayoutError
+from kvbridge.errors import (
+    HandshakeError,
+    TopologyConflictError,
+    UnknownEngineError,
+    UnsupportedLayoutError,
+)
 from kvbridge.handshake import (
     HandshakeMetadata,
     RankPayload,
@@ -16,32 +21,62 @@ from kvbridge.handshake.metadata import decode_body, decode_factors, open_envelo
 from kvbridge.handshake.wire import WIRE
 from kvbridge.model import Rank, RankCache, Region, TransferTopology, transfer_infos
 from kvbridge.plan import EngineTransferPlan, generate_engine_transfer_plan
+from kvbridge.plan.values import Direction
+from kvbridge.session.transfer import Transfer
 from kvbridge.transport import Peer, Transport
 
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """What is needed to move a request between this rank and a remote engine.
+    """What is needed to move requests between this rank and a remote engine.
 
     Attributes:
         engine_id: The remote engine.
         incarnation: Which start of it.
         generation: Which registration of its memory.
-        plan: What is exchanged, bound to both engines' addresses.
+        plans: What is exchanged, bound to both engines' addresses: what we take from there by
+            ``"read"``, what we give to there by ``"write"``; each once it is needed.
         peers: The remote ranks to talk to.
         memory: Memory kind and device of each of those ranks' caches.
         leases: Where each of those ranks has its table of leases.
+        gives: Whether those ranks write what others ask for.
         lost: Whether one of those ranks could not be reached.
+        greeting: Whether those ranks can reach us; None until they have been asked.
     """
 
     engine_id: str
     incarnation: str
     generation: int
-    plan: EngineTransferPlan
-    peers: Mapping[Rank, Peer]
-    memory: Mapping[Rank, tuple[str, int]]
-    leases: Mapping[Rank, Region]
+    plans: dict[Direction, EngineTransferPlan] = field(default_factory=dict)
+    peers: Mapping[Rank, Peer] = field(default_factory=dict)
+    memory: Mapping[Rank, tuple[str, int]] = field(default_factory=dict)
+    leases: Mapping[Rank, Region] = field(default_factory=dict)
+    gives: bool = False
     lost: bool = False
+    greeting: Transfer | None = None
+
+    @property
+    def plan(self) -> EngineTransferPlan:
+        """What this rank takes from that engine.
+
+        Raises:
+            UnknownEngineError: It was met only to give something to it.
+        """
+        return self.plan_to("read")
+
+    def plan_to(self, direction: Direction) -> EngineTransferPlan:
+        """Return the plan for a direction.
+
+        Raises:
+            UnknownEngineError: The engine was met for the other direction only.
+        """
+        plan = self.plans.get(direction)
+        if plan is None:
+            raise UnknownEngineError(
+                f"engine {self.engine_id!r} was not met to {direction} from or to it, only to "
+                f"{' and '.join(self.plans)}; connect with direction={direction!r} first"
+            )
+        return plan
 
 
 def open_session(
@@ -53,6 +88,8 @@ def open_session(
     factors: Mapping[str, Any],
     local_engine: Mapping[Rank, RankCache] | None,
     timeout_s: float,
+    direction: Direction = "read",
+    known: Session | None = None,
 ) -> Session:
     """Pair this rank with a remote engine; a failure anywhere leaves nothing behind.
 
@@ -67,6 +104,9 @@ def open_session(
         factors: Ours, to compare with theirs.
         local_engine: Every rank of our engine, see ``generate_engine_transfer_plan``.
         timeout_s: How long each peer may take to answer.
+        direction: Whether we read from there, or write to there.
+        known: The session with the same start of the engine and the same registration of its
+            memory, where only this direction is new: it learns of it.
 
     Raises:
         HandshakeError: The metadata is malformed or contradictory.
@@ -77,30 +117,40 @@ def open_session(
     """
     bodies = compatible_bodies(metadata, factors)
     first = next(iter(metadata.values()))
-    if first.engine_id in topology.remote_engines:
+    if known is None and first.engine_id in topology.remote_engines:
         raise TopologyConflictError(
             f"engine {first.engine_id!r} is paired already; close its session first"
         )
     caches = {rank: body.cache for rank, body in bodies.items()}
-    plan = generate_engine_transfer_plan(topology, local, caches, local_engine=local_engine)
-    told = sorted({source.rank for source in plan.sources} | set(plan.notify_only))
-    memory = {rank: memory_of(caches[rank].regions, caches[rank].where) for rank in told}
-    peers: dict[Rank, Peer] = {}
+    plan = generate_engine_transfer_plan(
+        topology, local, caches, local_engine=local_engine, direction=direction
+    )
+    session = known or Session(first.engine_id, first.incarnation, generation_of(metadata))
+    told = {source.rank for source in plan.sources} | set(plan.notify_only)
+    memory = {rank: memory_of(caches[rank].regions, caches[rank].where) for rank in sorted(told)}
+    added: dict[Rank, Peer] = {}
     try:
-        for rank in told:
-            peers[rank] = transport.add_peer(
+        for rank in sorted(told - session.peers.keys()):
+            added[rank] = transport.add_peer(
                 bodies[rank].agent_info,
                 (*caches[rank].regions, *filter(None, [bodies[rank].leases])),
                 timeout_s=timeout_s,
             )
-        _register(topology, first.engine_id, caches)
+        if known is None:
+            _register(topology, first.engine_id, caches)
     except Exception:
-        for added in peers.values():
-            transport.drop_peer(added)
+        for peer in added.values():
+            transport.drop_peer(peer)
         raise
-    generation = generation_of(metadata)
-    leases = {rank: table for rank in told if (table := bodies[rank].leases) is not None}
-    return Session(first.engine_id, first.incarnation, generation, plan, peers, memory, leases)
+    session.memory = {**session.memory, **memory}
+    session.leases = {
+        **session.leases,
+        **{rank: table for rank in added if (table := bodies[rank].leases) is not None},
+    }
+    session.gives = all(bodies[rank].gives for rank in told)
+    session.peers = {**session.peers, **added}
+    session.plans = {**session.plans, direction: plan}  # last: from here on it is used
+    return session
 
 
 def compatible_bodies(
@@ -131,11 +181,18 @@ def generation_of(metadata: Mapping[Rank, HandshakeMetadata]) -> int:
     return max(open_envelope(data.payload).generation for data in metadata.values())
 
 
-def close_session(topology: TransferTopology, transport: Transport, session: Session) -> None:
-    """Forget a remote engine and drop its peers."""
+def close_session(
+    topology: TransferTopology,
+    transport: Transport,
+    session: Session,
+    *,
+    keep: Collection[Peer] = (),
+) -> None:
+    """Forget a remote engine and drop its peers, but those that are still needed."""
     topology.unregister_remote_engine(session.engine_id)
     for peer in session.peers.values():
-        transport.drop_peer(peer)
+        if peer not in keep:
+            transport.drop_peer(peer)
 
 
 def memory_of(regions: tuple[Region, ...], where: str) -> tuple[str, int]:

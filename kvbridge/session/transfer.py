@@ -1,12 +1,18 @@
-"""One request on its way: all its handles, until every one of them is quiet."""
+"""One request on its way: all that it waits for, until every part of that is quiet."""
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
 
 from kvbridge.model import Rank
 from kvbridge.session.causes import Cause
 from kvbridge.session.leases import Lease
-from kvbridge.session.session import Session
-from kvbridge.transport import Handle, State
+from kvbridge.transport import State
+
+if TYPE_CHECKING:
+    from kvbridge.session.session import Session
+
+Kind = Literal["pull", "push", "greeting"]
 
 
 @dataclass(slots=True)
@@ -35,6 +41,8 @@ class Transfer:
 
     Attributes:
         session: The engine that it comes from.
+        kind: Whether we read it, or that engine writes it; or nothing moves, and that engine is
+            only asked whether it can reach us.
         request_id: The request, by the producer's name for it.
         started_s: Clock when it was submitted.
         deadline_s: Clock when it fails if it has not ended.
@@ -43,28 +51,36 @@ class Transfer:
         reason: Why it failed.
         cause: The same in a word.
         ended_s: Clock when it ended.
-        pending: Handles that are not quiet.
+        pending: Handles, and what has been asked for, that are not quiet.
         lease: The promise that the blocks were kept, to be looked at once all bytes are here.
         seen: Where the word of each source's lease lands; None until it is looked at.
+        reads_instead: Whether it will be read where it cannot be written.
     """
 
-    session: Session
+    session: "Session"
     request_id: str
     started_s: float
     deadline_s: float
+    kind: Kind = "pull"
     sources: list[SourceStats] = field(default_factory=list)
     state: State = State.PENDING
     reason: str = ""
     cause: Cause = ""
     ended_s: float = 0.0
-    pending: set[Handle] = field(default_factory=set)
+    pending: set[Hashable] = field(default_factory=set)
     lease: Lease | None = None
     seen: list[int] | None = None
+    reads_instead: bool = False
 
     @property
     def quiet(self) -> bool:
         """Whether nothing can touch the request's blocks any more."""
         return not self.pending
+
+    @property
+    def must_be_read(self) -> bool:
+        """Whether it was not written but can still be read, and is going to be."""
+        return self.reads_instead and self.quiet and self.cause in {"handshake", "refused"}
 
     @property
     def seconds(self) -> float:
@@ -76,11 +92,11 @@ class Transfer:
         if not self.reason:
             self.reason, self.cause = reason, cause
 
-    def settle(self, handle: Handle, state: State, reason: str) -> None:
-        """Note that a handle has become quiet."""
-        self.pending.discard(handle)
+    def settle(self, part: Hashable, state: State, reason: str, cause: Cause = "transport") -> None:
+        """Note that a handle, or what has been asked for, has become quiet."""
+        self.pending.discard(part)
         if state is not State.DONE:
-            self.fail(reason or "the transport gave no reason", "transport")
+            self.fail(reason or "no reason was given", cause)
 
     def end(self, now_s: float) -> None:
         """Fix the outcome."""

@@ -17,7 +17,7 @@ from kvbridge.handshake import (
     engine_factors,
     gather_handshake_metadata,
 )
-from kvbridge.handshake.messages import decode_release, decode_reply
+from kvbridge.handshake.messages import Release, decode_note, decode_reply
 from kvbridge.handshake.metadata import decode_body, decode_factors, open_envelope
 from kvbridge.handshake.wire import decode
 from kvbridge.model import TransferTopology, transfer_infos
@@ -82,7 +82,9 @@ def release(data: bytes) -> None:
     with contextlib.suppress(HandshakeError):
         book = ReleaseBook()
         book.hold("r#1")
-        book.report(decode_release(data))
+        note = decode_note(data)
+        if isinstance(note, Release):
+            book.report(note)
 
 
 def payload(data: bytes) -> None:

@@ -475,7 +475,8 @@ def test_prometheus_reads_what_engines_of_a_process_have_counted(engine: Make) -
         (each.labels.get("connector"), each.labels.get("outcome")): each.value
         for family in families
         for each in family.samples
-        if each.name == "kvbridge_transfers_total" and each.labels["reason"] == ""
+        if each.name == "kvbridge_transfers_total"
+        and (each.labels["direction"], each.labels["reason"]) == ("read", "")
     }
     assert read == {("a", "ok"): 2, ("b", "ok"): 0}
 

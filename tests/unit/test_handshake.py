@@ -33,7 +33,7 @@ from kvbridge.handshake import (
 from kvbridge.handshake.messages import (
     MetadataRequest,
     Release,
-    decode_release,
+    decode_note,
     decode_reply,
     decode_request,
 )
@@ -169,7 +169,7 @@ def test_a_body_that_describes_an_impossible_cache_is_refused() -> None:
 
 @given(st.binary(max_size=200))
 def test_noise_raises_nothing_but_our_own_errors(noise: bytes) -> None:
-    for decode in (decode_request, decode_reply, decode_release, decode_factors, decode_body):
+    for decode in (decode_request, decode_reply, decode_note, decode_factors, decode_body):
         try:
             decode(noise)
         except KVBridgeError:
@@ -194,7 +194,7 @@ def test_deeply_nested_data_is_refused() -> None:
 def test_a_release_without_readers_is_refused() -> None:
     release = Release("r", "e", "i", (0, 0), readers=0)
     with pytest.raises(HandshakeError, match="0 readers"):
-        decode_release(encode(release))
+        decode_note(encode(release))
 
 
 # --- compatibility -----------------------------------------------------------------------------

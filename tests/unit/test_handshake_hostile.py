@@ -37,7 +37,7 @@ from kvbridge.handshake.messages import (
     RefusalReply,
     RenewalReply,
     RenewalRequest,
-    decode_release,
+    decode_note,
     decode_reply,
     decode_request,
 )
@@ -66,7 +66,7 @@ def decode_child(data: bytes) -> object:
 READERS: dict[str, tuple[Read, ...]] = {
     "request": (decode_request,),
     "reply": (decode_reply,),
-    "release": (decode_release,),
+    "release": (decode_note,),
     "payload": (open_envelope, decode_factors, decode_body),
     "child": (decode_child,),
 }

@@ -271,7 +271,7 @@ def _worked(half: BridgeConnector) -> dict[str, int]:
         "transfers": len(agent._live) + len(agent._transfers),
         "handles in quarantine": agent.quarantined,
         "holds": len(agent.releases.held) + len(worker._held),
-        "leases": len(agent._granted) + _promises(agent._leases),
+        "leases": len(agent._kept) + _promises(agent._leases),
         "loads": len(worker._loads) if worker._loads is not None else 0,
     }
 

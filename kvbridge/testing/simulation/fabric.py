@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvbridge.handshake import Release
-from kvbridge.handshake.messages import decode_release
+from kvbridge.handshake.messages import decode_note
 from kvbridge.testing.simulation.memory import Arena
 from kvbridge.testing.simulation.scenario import Scenario
 from kvbridge.testing.simulation.world import World
@@ -112,7 +112,9 @@ class Fabric:
     def send(self, sender: "SimulatedAgent", remote: "SimulatedAgent", payload: bytes) -> None:
         """Carry a notification, or not, or more than once."""
         world, faults = self.world, self.faults
-        self._tell(remote, decode_release(payload))
+        note = decode_note(payload)
+        if isinstance(note, Release):
+            self._tell(remote, note)
         if world.chance(faults.notice_garbled):
             payload = payload[: len(payload) // 2] + b"\xff"
         delays = [] if world.chance(faults.notice_lost) else [min(world.rng.expovariate(200), 0.1)]

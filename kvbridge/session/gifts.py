@@ -1,0 +1,257 @@
+"""The producer's side of push: what other ranks want written, as soon as it is ready.
+
+Each want is carried out once at most, and each is answered: once its bytes are there, or once it is
+certain that none will come. A want may come before the blocks are held; then it waits. What has
+been answered is remembered for as long as the blocks are held, so that a want which comes again is
+not carried out again: by then the reader's blocks may be somebody else's.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvbridge.errors import ConfigError, KVBridgeError
+from kvbridge.handshake import EngineAddress
+from kvbridge.handshake.messages import Given, Want, Withdrawal
+from kvbridge.session.agent import RankAgent
+from kvbridge.session.causes import Cause, cause_of
+from kvbridge.session.introductions import Introduction, Introductions
+from kvbridge.session.session import Session
+from kvbridge.session.wants import AGAIN_S
+from kvbridge.transport import Handle, State
+
+WANTS_MAX = 4096
+"""So many are open at once, and so many known of requests that are not held."""
+KEPT_S = 600.0
+"""So long are answers known of requests that are not held, and tried that cannot be sent."""
+
+Asker = tuple[str, int]
+"""Name of a remote agent, and its number for what it wants."""
+
+
+@dataclass(slots=True, eq=False)
+class Gift:
+    """One want, on its way.
+
+    Attributes:
+        asker: Who asked.
+        request_id: The request, by our name for it.
+        want: What it asked for; None if only a withdrawal has come.
+        since_s: Clock when it was heard.
+        introduction: How far we have come with the reader's engine.
+        meet_s: Clock before which that is not asked for again.
+        nbytes: Bytes to write.
+        pending: Handles that are not quiet.
+        has_begun: Whether it has been submitted.
+        reason: Why it will not come.
+        cause: The same in a word.
+        answer: What is said of it; None while that is open.
+        is_told: Whether that has been sent.
+    """
+
+    asker: Asker
+    request_id: str
+    want: Want | None
+    since_s: float
+    introduction: Introduction | None = None
+    meet_s: float = 0.0
+    nbytes: int = 0
+    pending: set[Handle] = field(default_factory=set)
+    has_begun: bool = False
+    reason: str = ""
+    cause: Cause = ""
+    answer: Given | None = None
+    is_told: bool = False
+
+    def settle(self, handle: Handle, state: State, reason: str) -> None:
+        """Note that a handle has become quiet."""
+        self.pending.discard(handle)
+        if state is not State.DONE:
+            self.fail(reason or "no reason was given", "transport")
+
+    def fail(self, reason: str, cause: Cause) -> None:
+        """Note why it will not come; the first reason is kept."""
+        if not self.reason:
+            self.reason, self.cause = reason, cause
+
+
+class Outcome(NamedTuple):
+    """How a gift has ended.
+
+    Attributes:
+        cause: Why nothing was written; empty if it was.
+        nbytes: Bytes that were.
+        seconds: Time since it was asked for.
+    """
+
+    cause: Cause
+    nbytes: int
+    seconds: float
+
+
+class Gifts:
+    """What other engines' ranks want from one rank.
+
+    All calls come from the thread that polls the agent.
+
+    Attributes:
+        strangers: Wants that came from another agent than the rank that they named.
+        ignored: Wants that came while too many others were open.
+    """
+
+    def __init__(
+        self,
+        agent: RankAgent,
+        meetings: Introductions,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Take what it works with; the caller closes that.
+
+        Args:
+            agent: The rank.
+            meetings: Meets engines.
+            clock: That of the agent.
+        """
+        self._agent, self._meetings, self._clock = agent, meetings, clock
+        self._gifts: dict[str, dict[Asker, Gift]] = {}  # by request
+        self._live: list[Gift] = []  # those to which an answer is to be sent
+        self._idle: dict[Gift, float] = {}  # those of requests that are not held; when answered
+        self._outcomes: list[Outcome] = []
+        self.strangers = self.ignored = 0
+
+    def __len__(self) -> int:
+        """How many have not been answered."""
+        return len(self._live)
+
+    def heard(self, sender: str, note: Want | Withdrawal) -> None:
+        """Take what another rank asks for."""
+        if len(self._live) >= WANTS_MAX:
+            self.ignored += 1  # whoever asks in earnest asks again
+            return
+        asker = (sender, note.number)
+        gift = self._gifts.setdefault(note.request_id, {}).get(asker)
+        if gift is None:
+            want = note if isinstance(note, Want) else None
+            gift = Gift(asker, note.request_id, want, self._clock())
+            self._gifts[note.request_id][asker] = gift
+            self._live.append(gift)
+        elif gift.is_told:  # the answer was lost
+            gift.is_told = False
+            self._idle.pop(gift, None)
+            self._live.append(gift)
+        if isinstance(note, Withdrawal) and not gift.has_begun:
+            gift.fail("the reader needs it no more", "deadline")
+
+    def poll(self) -> tuple[Outcome, ...]:
+        """Write what is ready, and answer what has ended. Never waits.
+
+        Returns:
+            What has ended since the last call.
+        """
+        now_s = self._clock()
+        self._live = [gift for gift in self._live if not self._is_answered(gift, now_s)]
+        while self._idle:
+            oldest, since_s = next(iter(self._idle.items()))
+            if now_s < since_s + KEPT_S and len(self._idle) + len(self._live) <= WANTS_MAX:
+                break
+            self._drop(oldest)
+        outcomes, self._outcomes = tuple(self._outcomes), []
+        return outcomes
+
+    def is_writing(self, request_id: str) -> bool:
+        """Whether a request's blocks are being read for somebody."""
+        return any(gift.pending for gift in self._gifts.get(request_id, {}).values())
+
+    def stop(self, request_id: str) -> None:
+        """Begin to write nothing more of a request, whose blocks are not kept any longer."""
+        for gift in list(self._gifts.get(request_id, {}).values()):
+            if not gift.has_begun:
+                gift.fail("the request's blocks are kept no longer", "lease")
+            if gift.is_told:
+                self._drop(gift)
+
+    def _is_answered(self, gift: Gift, now_s: float) -> bool:
+        """Bring a gift forward; whether there is nothing more to do."""
+        if not gift.has_begun and not gift.reason:
+            self._begin(gift, now_s)
+        if gift.answer is None and not gift.pending and (gift.has_begun or gift.reason):
+            self._close(gift, now_s)
+        if gift.answer is None:
+            return False
+        peer = self._agent.peer_named(gift.asker[0])
+        gift.is_told = peer is not None and self._agent.tell(peer, gift.answer)
+        if not gift.is_told and now_s < gift.since_s + KEPT_S:
+            return False
+        if not self._agent.is_held(gift.request_id):
+            self._idle[gift] = now_s
+        return True
+
+    def _begin(self, gift: Gift, now_s: float) -> None:
+        """Start to write, if the reader's engine is known and the blocks are held."""
+        want = gift.want
+        if want is None:
+            return
+        if not self._has_met(gift, want, now_s):
+            pass
+        elif not self._agent.gives:
+            gift.fail("this engine writes for nobody", "refused")
+        elif want.is_empty:
+            gift.has_begun = True
+        elif self._agent.is_held(want.request_id):
+            try:
+                self._agent.give(gift, want)
+            except KVBridgeError as error:
+                gift.fail(str(error), cause_of(error))
+        elif self._agent.releases.is_over(want.request_id):
+            gift.fail("the request's blocks are kept no longer", "lease")
+        if not gift.has_begun and now_s >= gift.since_s + want.timeout_s:
+            gift.fail("it was not ready in time", "deadline")
+
+    def _has_met(self, gift: Gift, want: Want, now_s: float) -> bool:
+        """Whether the reader's engine is known; meets it if not."""
+        session = self._agent.sessions.get(want.engine_id)
+        if session is not None and _is_meant(session, want):
+            peer = session.peers.get(want.rank)
+            if peer is None or peer.agent != gift.asker[0]:
+                self.strangers += 1
+                gift.fail(f"it was asked for by another agent than rank {want.rank}", "refused")
+            return not gift.reason
+        if gift.introduction is not None and gift.introduction.error is not None:
+            gift.fail(str(gift.introduction.error), cause_of(gift.introduction.error))
+        elif now_s >= gift.meet_s and (
+            gift.introduction is None or gift.introduction.state == "live"
+        ):
+            gift.meet_s = now_s + AGAIN_S
+            try:
+                gift.introduction = self._meetings.meet(
+                    want.engine_id,
+                    EngineAddress.of(*want.address, where="address of the reader's engine"),
+                    incarnation=want.incarnation,
+                    generation=want.generation,
+                    direction="write",
+                )
+            except ConfigError as error:
+                gift.fail(str(error), "handshake")
+        return False
+
+    def _close(self, gift: Gift, now_s: float) -> None:
+        """Fix what is said of a gift: nothing of it will touch anything any more."""
+        nbytes = 0 if gift.reason else gift.nbytes
+        gift.answer = Given(gift.asker[1], nbytes, gift.reason, gift.cause)
+        if gift.want is not None and not gift.want.is_empty:
+            self._outcomes.append(Outcome(gift.cause, nbytes, now_s - gift.since_s))
+
+    def _drop(self, gift: Gift) -> None:
+        self._idle.pop(gift, None)
+        known = self._gifts[gift.request_id]
+        del known[gift.asker]
+        if not known:
+            del self._gifts[gift.request_id]
+
+
+def _is_meant(session: Session, want: Want) -> bool:
+    """Whether a want's blocks are in the memory that a session is bound to."""
+    start = (session.incarnation, session.generation)
+    return start == (want.incarnation, want.generation) and "write" in session.plans

@@ -1,0 +1,204 @@
+"""The reader's side of push: what has been asked for, until whoever writes it is known to be done.
+
+A producer rank that is asked to write answers once it touches the reader's blocks no more: it has
+written, or it will not. Until then nobody else may have them, so what nobody waits for any more is
+*withdrawn*, and only the answer to that gives the blocks back. Questions are repeated until they
+are answered, so that no lost message costs more than a moment; an answer that comes twice changes
+nothing. A producer that is gone does not write: then the blocks are quiet after a pause, in which
+what it had sent before may still arrive.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvbridge.errors import NotSupportedError, PeerLostError, TransportError
+from kvbridge.handshake.messages import Blocks, Given, Want, Withdrawal
+from kvbridge.handshake.wire import encode
+from kvbridge.model import Rank
+from kvbridge.plan import BlockTable
+from kvbridge.session.causes import CAUSES, Cause
+from kvbridge.session.transfer import Transfer
+from kvbridge.transport import Peer, State
+
+AGAIN_S = 0.5
+SETTLE_S = 1.0
+"""So long after the loss of a producer bytes of it may still arrive; drivers say 0.1 to 0.5."""
+
+
+@dataclass(slots=True, eq=False)
+class _Wanted:
+    """What one producer rank has been asked for.
+
+    Attributes:
+        transfer: Whose it is.
+        rank: The producer rank.
+        peer: The same as a peer.
+        want: What was asked.
+        nbytes: Bytes that must come; None if we cannot know.
+        again_s: Clock when it is asked again.
+        withdrawn: Whether nobody waits for it any more.
+        lost_s: Clock when that rank was found to be gone; None while it is not.
+        orphaned: Whether the engine was dropped, and the peer is to be dropped at the end.
+    """
+
+    transfer: Transfer
+    rank: Rank
+    peer: Peer
+    want: Want
+    nbytes: int | None
+    again_s: float
+    withdrawn: bool = False
+    lost_s: float | None = None
+    orphaned: bool = False
+
+
+class Wants:
+    """What one rank has asked others to write.
+
+    Attributes:
+        ignored: Answers to what was not asked, or was answered before.
+    """
+
+    def __init__(
+        self,
+        send: Callable[[Peer, bytes], None],
+        drop: Callable[[Peer], None],
+        clock: Callable[[], float],
+    ) -> None:
+        """Ask nothing yet.
+
+        Args:
+            send: Sends a notification; raises TransportError.
+            drop: Lets a peer go.
+            clock: Seconds that never run backwards.
+        """
+        self._send, self._drop, self._clock = send, drop, clock
+        self._numbers = itertools.count(1)
+        self._open: dict[int, _Wanted] = {}
+        self.ignored = 0
+
+    def __len__(self) -> int:
+        """How many are not quiet."""
+        return len(self._open)
+
+    def number(self) -> int:
+        """Return a number for the next want."""
+        return next(self._numbers)
+
+    def ask(self, transfer: Transfer, rank: Rank, want: Want, nbytes: int | None = None) -> None:
+        """Ask a producer rank; what cannot be sent fails the transfer."""
+        peer = transfer.session.peers[rank]
+        wanted = _Wanted(transfer, rank, peer, want, nbytes, self._clock() + AGAIN_S)
+        self._open[want.number] = wanted
+        transfer.pending.add(wanted)
+        try:
+            self._send(peer, encode(want))
+        except NotSupportedError as error:
+            self._settle(wanted, f"it cannot be asked for: {error}", "refused")
+        except TransportError as error:  # who knows whether it was sent
+            transfer.fail(str(error), "transport")
+            self._is_lost(wanted, error)
+
+    def withdraw(self, transfer: Transfer) -> None:
+        """Ask no more for what a transfer still waits for; each part is quiet once answered."""
+        for wanted in [each for each in self._open.values() if each.transfer is transfer]:
+            if wanted.want.is_empty:  # nothing would be written
+                self._settle(wanted, "nobody waits for it any more", "deadline")
+            elif not wanted.withdrawn:
+                wanted.withdrawn = True
+                if wanted.lost_s is None:
+                    wanted.again_s = self._clock()
+
+    def heard(self, sender: str, given: Given) -> None:
+        """Take an answer."""
+        wanted = self._open.get(given.number)
+        if wanted is None or wanted.peer.agent != sender:
+            self.ignored += 1
+            return
+        if given.reason:
+            cause: Cause = given.cause if given.cause in CAUSES else "transport"
+            self._settle(wanted, f"rank {wanted.rank} will not write: {given.reason}", cause)
+        elif wanted.nbytes not in {None, given.nbytes}:
+            self._settle(
+                wanted,
+                f"rank {wanted.rank} has written {given.nbytes} bytes where {wanted.nbytes} were "
+                "wanted; the engines disagree about what the request's blocks hold",
+                "incompatible",
+            )
+        else:
+            self._settle(wanted, "", "")
+
+    def poll(self) -> None:
+        """Ask again for what is due, and end what those who are gone will not write."""
+        now_s = self._clock()
+        for wanted in [each for each in self._open.values() if each.again_s <= now_s]:
+            if wanted.lost_s is not None:
+                reason = f"rank {wanted.rank} of the engine was lost before it had answered"
+                self._settle(wanted, reason, "transport")
+                continue
+            want = wanted.want
+            note = Withdrawal(want.number, want.request_id) if wanted.withdrawn else want
+            wanted.again_s = now_s + AGAIN_S
+            try:
+                self._send(wanted.peer, encode(note))
+            except TransportError as error:
+                self._is_lost(wanted, error)
+
+    def orphan(self, peers: Sequence[Peer]) -> list[Peer]:
+        """Take over peers that are to be dropped, as far as they have not answered yet.
+
+        A peer whose loss its transport does not tell of counts as lost from now on: its engine has
+        been replaced by another start.
+        """
+        now_s = self._clock()
+        kept = []
+        for wanted in self._open.values():
+            if wanted.peer in peers:
+                wanted.orphaned = True
+                kept.append(wanted.peer)
+                if wanted.peer.capabilities.peer_loss == "none":
+                    wanted.lost_s, wanted.again_s = now_s, now_s + SETTLE_S
+        return kept
+
+    def _is_lost(self, wanted: _Wanted, error: TransportError) -> None:
+        """Take note that a peer is gone; after any other error it is asked again."""
+        if isinstance(error, PeerLostError):
+            now_s = self._clock()
+            wanted.transfer.session.lost = True
+            wanted.lost_s, wanted.again_s = now_s, now_s + SETTLE_S
+
+    def _settle(self, wanted: _Wanted, reason: str, cause: Cause) -> None:
+        self._forget(wanted)
+        state = State.FAILED if reason else State.DONE
+        wanted.transfer.settle(wanted, state, reason, cause)
+
+    def _forget(self, wanted: _Wanted) -> None:
+        del self._open[wanted.want.number]
+        others = (each.peer for each in self._open.values())
+        if wanted.orphaned and wanted.peer not in others:
+            self._drop(wanted.peer)
+
+
+def blocks_of(tables: Sequence[BlockTable]) -> tuple[Blocks, ...]:
+    """Return block tables as they are sent."""
+    return tuple(
+        Blocks(
+            np.asarray(table.block_ids, "<u4").tobytes(),
+            int(table.start_token),
+            None if table.null_block_id is None else int(table.null_block_id),
+        )
+        for table in tables
+    )
+
+
+def tables_of(blocks: Sequence[Blocks]) -> list[BlockTable]:
+    """Return block tables as they were sent."""
+    return [
+        BlockTable(
+            np.frombuffer(each.ids, "<u4").astype(np.int64), each.start_token, each.null_block_id
+        )
+        for each in blocks
+    ]
