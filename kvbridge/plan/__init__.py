@@ -1,5 +1,8 @@
 """Pure arithmetic: which bytes of one engine's cache land where in another's."""
 
+from kvbridge.plan.digest import digests_of
+from kvbridge.plan.digest_cells import CellRange
+from kvbridge.plan.digest_probes import Probe, first_difference, probes_of, sample_probes
 from kvbridge.plan.generate import generate_engine_transfer_plan
 from kvbridge.plan.mapping import compute_tp_mapping
 from kvbridge.plan.plan import EngineTransferPlan
@@ -21,11 +24,13 @@ from kvbridge.plan.values import (
 
 __all__ = [
     "BlockTable",
+    "CellRange",
     "EngineTransferPlan",
     "Grid",
     "Need",
     "Paging",
     "PlanOptions",
+    "Probe",
     "RankPlan",
     "ReadSpec",
     "Rearrangement",
@@ -35,5 +40,9 @@ __all__ = [
     "TokenShare",
     "TransferBatch",
     "compute_tp_mapping",
+    "digests_of",
+    "first_difference",
     "generate_engine_transfer_plan",
+    "probes_of",
+    "sample_probes",
 ]

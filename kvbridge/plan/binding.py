@@ -137,8 +137,8 @@ def bind_plan(
             for source in shape.sources
         ),
         seams=tuple((seams_here, _seams(remotes[source.rank])) for source in shape.sources),
-        local_blocks=_blocks((local, source.local_groups) for source in shape.sources),
-        remote_blocks=_blocks(
+        local_blocks=blocks_of((local, source.local_groups) for source in shape.sources),
+        remote_blocks=blocks_of(
             (remotes[source.rank], source.remote_groups) for source in shape.sources
         ),
         destination_is_local=plan.direction == "read",
@@ -147,7 +147,7 @@ def bind_plan(
     )
 
 
-def _blocks(caches: Iterable[tuple[RankCache, frozenset[int]]]) -> dict[int, int]:
+def blocks_of(caches: Iterable[tuple[RankCache, frozenset[int]]]) -> dict[int, int]:
     """Return how many blocks of each group every layer of every rank has."""
     blocks: dict[int, int] = {}
     for cache, groups in caches:

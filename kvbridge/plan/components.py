@@ -43,6 +43,35 @@ def component_of(
     return ours, theirs
 
 
+def part_of(
+    layer: LayerCache, name: str, cell_bytes: int, *, is_state: bool = False
+) -> CacheComponent:
+    """Return a component of a layer, cut into cells of a size that both sides of a plan have.
+
+    Args:
+        layer: The layer.
+        name: The component; ``k`` or ``v`` also where the layer keeps both in one cell.
+        cell_bytes: Bytes of a cell, as in the plan's regions.
+        is_state: Whether the layer is state, whose cells may be cut into rows.
+
+    Raises:
+        PlanError: The layer has no such component, or its cells do not come in that size.
+    """
+    joint = _find(layer, "kv")
+    apart = joint is not None and _find(layer, name) is None
+    k_bytes = joint.cell_bytes - cell_bytes if joint and name == "v" else cell_bytes
+    part = _part(layer, name, k_bytes) if apart else _held(layer, name)
+    rows, rest = divmod(part.cell_bytes, cell_bytes)
+    if is_state and part.token_count == 1 and rows > 1 and not rest:
+        part = replace(part, cell_bytes=cell_bytes, token_count=rows, token_stride=cell_bytes)
+    if part.cell_bytes != cell_bytes:
+        raise PlanError(
+            f"layer {layer.key}, component {name!r}: cells have {part.cell_bytes} bytes here and "
+            f"{cell_bytes} in what is asked for; ask in the terms of a plan for this cache"
+        )
+    return part
+
+
 def _find(layer: LayerCache, name: str) -> CacheComponent | None:
     return next((c for c in layer.components if c.name == name), None)
 
