@@ -598,7 +598,8 @@ class RankAgent:
     def quarantined(self) -> int:
         """What nobody waits for any more but is not quiet; asked from any thread."""
         moves = list(self._transfers.values())
-        handles = sum(1 for each in moves if getattr(each, "state", None) is not State.PENDING)
+        transfers = [each for each in moves if isinstance(each, Transfer)]
+        handles = sum(1 for each in transfers if each.state is not State.PENDING)
         return handles + sum(len(each.pending) for each in list(self._untold))
 
     def close(self, *, timeout_s: float = 5.0) -> tuple[Region, ...]:
@@ -608,8 +609,10 @@ class RankAgent:
             The regions that are not proven quiet: keep that memory mapped.
         """
         self._leases.revoke_all()  # whoever still reads shall not take it for a success
+        written = self._local.regions if len(self._wants) else ()  # by others, for all we know
         self._disconnect_all()
-        return self._transport.close(timeout_s=timeout_s)
+        busy = self._transport.close(timeout_s=timeout_s)
+        return (*busy, *(region for region in written if region not in busy))
 
     def _session(self, engine_id: str) -> Session:
         if engine_id not in self._sessions:

@@ -19,10 +19,11 @@ from kvbridge.session.causes import Cause, cause_of
 from kvbridge.session.introductions import Introduction, Introductions
 from kvbridge.session.session import Session
 from kvbridge.session.wants import AGAIN_S
-from kvbridge.transport import Handle, State
+from kvbridge.transport import Handle, Peer, State
 
 WANTS_MAX = 4096
 """So many are open at once, and so many known of requests that are not held."""
+REASON_MAX = 2000
 KEPT_S = 600.0
 """So long are answers known of requests that are not held, and tried that cannot be sent."""
 
@@ -40,6 +41,7 @@ class Gift:
         want: What it asked for; None if only a withdrawal has come.
         since_s: Clock when it was heard.
         introduction: How far we have come with the reader's engine.
+        peer: The reader; None while it is unknown.
         meet_s: Clock before which that is not asked for again.
         nbytes: Bytes to write.
         pending: Handles that are not quiet.
@@ -55,6 +57,7 @@ class Gift:
     want: Want | None
     since_s: float
     introduction: Introduction | None = None
+    peer: Peer | None = None
     meet_s: float = 0.0
     nbytes: int = 0
     pending: set[Handle] = field(default_factory=set)
@@ -180,8 +183,9 @@ class Gifts:
             self._close(gift, now_s)
         if gift.answer is None:
             return False
-        peer = self._agent.peer_named(gift.asker[0])
+        peer = gift.peer or self._agent.peer_named(gift.asker[0])
         gift.is_told = peer is not None and self._agent.tell(peer, gift.answer)
+        gift.peer = peer if gift.is_told else None  # it may be joined anew
         if not gift.is_told and now_s < gift.since_s + KEPT_S:
             return False
         if not self._agent.is_held(gift.request_id):
@@ -213,8 +217,9 @@ class Gifts:
         """Whether the reader's engine is known; meets it if not."""
         session = self._agent.sessions.get(want.engine_id)
         if session is not None and _is_meant(session, want):
-            peer = session.peers.get(want.rank)
+            gift.peer = peer = session.peers.get(want.rank)
             if peer is None or peer.agent != gift.asker[0]:
+                gift.peer = None
                 self.strangers += 1
                 gift.fail(f"it was asked for by another agent than rank {want.rank}", "refused")
             return not gift.reason
@@ -239,7 +244,7 @@ class Gifts:
     def _close(self, gift: Gift, now_s: float) -> None:
         """Fix what is said of a gift: nothing of it will touch anything any more."""
         nbytes = 0 if gift.reason else gift.nbytes
-        gift.answer = Given(gift.asker[1], nbytes, gift.reason, gift.cause)
+        gift.answer = Given(gift.asker[1], nbytes, gift.reason[:REASON_MAX], gift.cause)
         if gift.want is not None and not gift.want.is_empty:
             self._outcomes.append(Outcome(gift.cause, nbytes, now_s - gift.since_s))
 

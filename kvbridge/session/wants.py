@@ -23,7 +23,7 @@ from kvbridge.session.causes import CAUSES, Cause
 from kvbridge.session.transfer import Transfer
 from kvbridge.transport import Peer, State
 
-AGAIN_S = 0.5
+AGAIN_S, AGAIN_LONGEST_S = 0.5, 5.0
 SETTLE_S = 1.0
 """So long after the loss of a producer bytes of it may still arrive; drivers say 0.1 to 0.5."""
 
@@ -39,6 +39,7 @@ class _Wanted:
         want: What was asked.
         nbytes: Bytes that must come; None if we cannot know.
         again_s: Clock when it is asked again.
+        pause_s: How long after the last time; a list of blocks may be long.
         withdrawn: Whether nobody waits for it any more.
         lost_s: Clock when that rank was found to be gone; None while it is not.
         orphaned: Whether the engine was dropped, and the peer is to be dropped at the end.
@@ -50,6 +51,7 @@ class _Wanted:
     want: Want
     nbytes: int | None
     again_s: float
+    pause_s: float = AGAIN_S
     withdrawn: bool = False
     lost_s: float | None = None
     orphaned: bool = False
@@ -141,7 +143,8 @@ class Wants:
                 continue
             want = wanted.want
             note = Withdrawal(want.number, want.request_id) if wanted.withdrawn else want
-            wanted.again_s = now_s + AGAIN_S
+            wanted.pause_s = min(2 * wanted.pause_s, AGAIN_LONGEST_S)
+            wanted.again_s = now_s + (AGAIN_S if wanted.withdrawn else wanted.pause_s)
             try:
                 self._send(wanted.peer, encode(note))
             except TransportError as error:
@@ -155,7 +158,7 @@ class Wants:
         """
         now_s = self._clock()
         kept = []
-        for wanted in self._open.values():
+        for wanted in list(self._open.values()):  # this may come from a thread that joins
             if wanted.peer in peers:
                 wanted.orphaned = True
                 kept.append(wanted.peer)

@@ -30,10 +30,13 @@ def free_port() -> int:
 class Engine:
     """An engine's process, which may be killed and started again behind the same port."""
 
-    def __init__(self, engine_id: str, transport: str, shape: dict[str, int]) -> None:
+    def __init__(
+        self, engine_id: str, transport: str, direction: str, shape: dict[str, int]
+    ) -> None:
         self.engine_id, self.shape = engine_id, shape
         self.config = {
             "transport": transport,
+            "direction": direction,
             "lease_s": LEASE_S,
             "timeout_s": TIMEOUT_S,
             "handshake": {"port": free_port(), "timeout_s": MEET_S},
@@ -157,10 +160,12 @@ class Soak:
         self.waits_since_s = time.monotonic()
 
 
-@pytest.fixture(params=["local", "nixl"])
+@pytest.fixture(
+    params=[(t, way) for t in ("local", "nixl") for way in ("auto", "push")], ids="-".join
+)
 def soak(request: pytest.FixtureRequest) -> Iterator[Soak]:
-    p = Engine("p", request.param, {"tp": 2})
-    d = Engine("d", request.param, {"tp": 1, "pp": 2})
+    p = Engine("p", *request.param, {"tp": 2})
+    d = Engine("d", *request.param, {"tp": 1, "pp": 2})
     yield Soak(p, d, seed=1)
     p.close()
     d.close()
