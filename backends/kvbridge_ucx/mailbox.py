@@ -3,6 +3,7 @@
 import contextlib
 import os
 import select
+import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -21,6 +22,7 @@ class Mailbox:
         """Start empty; ``event_fd`` becomes readable when there is something else to do."""
         self._commands: deque[tuple[Callable[[], object], Future[None] | None]] = deque()
         self._closed = self._asleep = False
+        self._waking = threading.Lock()  # nobody is woken through a descriptor that was closed
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller = select.poll()
         for fd in (self._wake_fd, event_fd):
@@ -35,10 +37,12 @@ class Mailbox:
     def tell(self, command: Callable[[], object], done: Future[None] | None = None) -> None:
         """Have something done soon, in the order of telling."""
         self._commands.append((command, done))
-        if self._closed:
-            self._refuse()
-        elif self._asleep:
-            os.eventfd_write(self._wake_fd, 1)
+        with self._waking:
+            if not self._closed:
+                if self._asleep:
+                    os.eventfd_write(self._wake_fd, 1)
+                return
+        self._refuse()
 
     def call(self, function: Callable[[], T]) -> T:
         """Have something done, and return what it returns.
@@ -85,11 +89,12 @@ class Mailbox:
 
     def refuse(self) -> None:
         """Refuse what waits, and all that is told from now on."""
-        self._closed = True
+        with self._waking:
+            self._closed = True
         self._refuse()
 
     def close(self) -> None:
-        """Close the descriptor, well after :meth:`refuse`: somebody may just have been waking."""
+        """Close the descriptor, after :meth:`refuse`."""
         os.close(self._wake_fd)
 
     def _refuse(self) -> None:

@@ -169,8 +169,13 @@ class AgentProcess:
             )
 
     def signal(self, number: signal.Signals) -> None:
-        """Send it a signal, such as SIGSTOP."""
+        """Send it a signal, such as SIGSTOP; that has stopped it on return."""
         self._process.send_signal(number)
+        deadline = time.monotonic() + KILL_S
+        while number == signal.SIGSTOP and not _is_stopped(self.pid):
+            if time.monotonic() > deadline:
+                raise RuleViolationError(f"process {self.pid} does not stop")
+            time.sleep(0.001)
 
     def kill(self) -> None:
         """End it the hard way: nothing is cleaned up."""
@@ -202,6 +207,15 @@ class AgentProcess:
         if self.exit_code is None:
             self.kill()
         self._pipe.close()
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether all threads of a process have stopped; the signal takes effect one by one."""
+    states = []
+    for task in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            states.append(task.read_text().rpartition(")")[2].split()[0])
+    return all(state in "TtZX" for state in states)
 
 
 def _whereabouts(pid: int) -> str:
