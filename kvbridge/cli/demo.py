@@ -31,6 +31,13 @@ _SHAPE_HELP = "as in tp=2,pp=1,page=16,layout=nhd,kv=together; what is left out 
     help="An option of the transport; NAME.KEY=VALUE where there are several.",
 )
 @click.option("--break", "broken", metavar="NAMES", help="Transports whose reads shall fail.")
+@click.option(
+    "--direction",
+    type=click.Choice(["auto", "pull", "push"]),
+    default="auto",
+    show_default=True,
+    help="Who moves the bytes: decode reads, or prefill writes.",
+)
 @click.option("--prefill", default="tp=2,page=16,layout=nhd", show_default=True, help=_SHAPE_HELP)
 @click.option("--decode", default="tp=4,page=32,layout=hnd", show_default=True, help=_SHAPE_HELP)
 @click.option("--heads", default=4, show_default=True, help="KV heads of the model.")

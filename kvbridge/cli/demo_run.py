@@ -70,6 +70,7 @@ def _config(given: Mapping[str, Any]) -> DemoConfig:
             transports=transports,
             options=_options(given["options"], transports),
             broken=_names(given["broken"] or ""),
+            direction=given["direction"],
             port=given["port"],
             timeout_s=given["timeout_s"],
             **more,

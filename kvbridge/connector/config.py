@@ -63,6 +63,8 @@ class ConnectorConfig(Config, frozen=True):
             write it (``"push"``); ``"auto"`` pushes where the transport says that writing is faster
             or safer, and both engines can.
         leases_max: For how many requests at once blocks may be kept; others are not offered.
+        payload_check: Whether what has been loaded is compared with what the other engine holds:
+            not at all, some chunks of each rank (``"sampled"``), or all of it (``"full"``).
     """
 
     transport: str = "local"
@@ -77,6 +79,7 @@ class ConnectorConfig(Config, frozen=True):
     reads_max: Annotated[int, Meta(ge=1, le=SLOTS)] = 64
     direction: Literal["auto", "pull", "push"] = "auto"
     leases_max: Annotated[int, Meta(ge=1, le=SLOTS)] = SLOTS
+    payload_check: Literal["off", "sampled", "full"] = "off"
 
 
 def connector_configs(values: object) -> dict[str, ConnectorConfig]:

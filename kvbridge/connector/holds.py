@@ -106,9 +106,8 @@ class Holds:
                 kept.append(promise is not None and promise.until_s > too_late_s)
                 if promise is None or not kept[-1]:
                     continue
-                last_s = promise.last_s if self._end_s is None else min(promise.last_s, self._end_s)
-                if promise.until_s < last_s:
-                    promise.until_s = min(now_s + self._lease_s, last_s)
+                if promise.until_s < promise.last_s:
+                    promise.until_s = min(now_s + self._lease_s, promise.last_s)
                     self._renewed.add(transfer_id)
                 until_s = min(until_s, promise.until_s)
         return kept, until_s - now_s
@@ -125,7 +124,10 @@ class Holds:
     def drain(self, within_s: float) -> None:
         """Keep nothing new, and nothing for longer than so many seconds."""
         with self._lock:
-            self._end_s = self._clock() + within_s
+            self._end_s = end_s = self._clock() + within_s
+            for promise in self._promises.values():
+                promise.until_s = min(promise.until_s, end_s)
+                promise.last_s = min(promise.last_s, end_s)
 
     def take(self) -> tuple[tuple[Hold, ...], dict[str, float], float | None]:
         """Return what the workers do not know yet.

@@ -5,8 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from kvbridge.connector.series import (
     COPIES,
@@ -14,6 +13,7 @@ from kvbridge.connector.series import (
     HANDSHAKE_SECONDS,
     HANDSHAKES,
     NOTICES_LOST,
+    PAYLOAD_CHECKS,
     PENDING,
     PHASES,
     QUEUED,
@@ -36,6 +36,7 @@ from kvbridge.errors import (
 from kvbridge.plan import BlockTable
 from kvbridge.session import (
     Cause,
+    CheckMode,
     Introduction,
     Introductions,
     RankAgent,
@@ -108,6 +109,7 @@ class Loads:
         *,
         reads_max: int,
         direction: Literal["auto", "pull", "push"] = "auto",
+        payload_check: Literal["off"] | CheckMode = "off",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Take what it works with; the caller closes that.
@@ -119,6 +121,7 @@ class Loads:
             meter: Counts.
             reads_max: So many loads read at once.
             direction: Whether they read, or the other engine writes.
+            payload_check: Whether what has come is compared with what is there.
             clock: That of the agent.
         """
         self._name, self._agent, self._meetings = name, agent, meetings
@@ -128,6 +131,8 @@ class Loads:
         self._reading: list[_Reading] = []
         self._ended: dict[str, Loaded] = {}
         self._direction = direction
+        self._check = None if payload_check == "off" else payload_check
+        self._unchecked: set[str] = set()  # engines of which that was said
         self._said_unleased = False
 
     def __len__(self) -> int:
@@ -256,6 +261,7 @@ class Loads:
                 session,
                 self._direction,
                 load.address,
+                is_expected=load.remote.is_expected,
                 timeout_s=self._meetings.timeout_s,
                 now_s=now_s,
             )
@@ -282,36 +288,49 @@ class Loads:
     def _read(self, each: _Waiting, session: Session, now_s: float) -> bool:
         """Begin to read, or to have it written; False if that cannot be."""
         load, remote = each.load, each.load.remote
-        if remote.lease is None and not self._said_unleased:
+        if remote.lease is None and not remote.is_expected and not self._said_unleased:
             self._said_unleased = True
             _log.warning(
                 "request %s comes without a lease, so nothing shows that its blocks were kept "
                 "until they are read; have proxies pass on all of kv_transfer_params (said once)",
                 load.request_id,
             )
-        begin = self._agent.pull
-        if each.way == "push" and load.address is not None:
-            begin = partial(
-                self._agent.want,
-                address=load.address,
-                reads_instead=can_read(session) and self._direction == "auto",
-            )
+        ours, theirs = (
+            [BlockTable(ids) for ids in tables] for tables in (load.block_ids, remote.block_ids)
+        )
+        common: dict[str, Any] = {
+            "start_token": load.start_token,
+            "end_token": load.end_token,
+            "timeout_s": max(each.deadline_s - now_s, 1e-3),
+            "lease": remote.lease,
+            "check": self._check,
+        }
         try:
-            transfer = begin(
-                remote.engine_id,
-                remote.request_id,
-                [BlockTable(ids) for ids in load.block_ids],
-                [BlockTable(ids) for ids in remote.block_ids],
-                start_token=load.start_token,
-                end_token=load.end_token,
-                timeout_s=max(each.deadline_s - now_s, 1e-3),
-                lease=remote.lease,
-            )
+            if each.way == "push" and load.address is not None:
+                transfer = self._agent.want(
+                    remote.engine_id,
+                    remote.request_id,
+                    ours,
+                    None if remote.is_expected else theirs,
+                    address=load.address,
+                    reads_instead=self._reads_instead(load, session),
+                    **common,
+                )
+            else:
+                common["address"] = load.address
+                transfer = self._agent.pull(
+                    remote.engine_id, remote.request_id, ours, theirs, **common
+                )
         except KVBridgeError as error:
             self._fail_unread(each, str(error), cause_of(error))
             return False
         self._reading.append(_Reading(each, transfer))
         return True
+
+    def _reads_instead(self, load: Load, session: Session) -> bool:
+        """Whether what turns out not to be written will be read."""
+        is_free = self._direction == "auto" and not load.remote.is_expected
+        return is_free and can_read(session)
 
     def _fail_late(self, each: _Waiting, session: Session | None) -> None:
         """Fail a load whose time is over before it has begun to read."""
@@ -363,6 +382,7 @@ class Loads:
     def _count_end(self, each: _Reading) -> None:
         waited, transfer, meter = each.waited, each.transfer, self._meter
         direction = waited.direction
+        self._count_check(transfer)
         if transfer.state is not State.DONE:
             meter.count(TRANSFERS, direction, "failed", transfer.cause)
             return
@@ -381,6 +401,21 @@ class Loads:
             ("all", transfer.ended_s - waited.begun_s),
         ):
             meter.measure(TRANSFER_SECONDS, seconds, direction, phase)
+
+    def _count_check(self, transfer: Transfer) -> None:
+        checked, engine_id = transfer.checked, transfer.session.engine_id
+        if checked is None:
+            return
+        self._meter.count(PAYLOAD_CHECKS, checked.outcome, checked.reason)
+        if checked.outcome == "skipped" and engine_id not in self._unchecked:
+            self._unchecked.add(engine_id)
+            _log.warning(
+                "request %s is not checked, though payload_check is %r: %s (said once of each "
+                "engine)",
+                transfer.request_id,
+                self._check,
+                checked.words,
+            )
 
 
 def _staleness(load: Load, session: Session) -> str:

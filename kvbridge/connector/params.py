@@ -27,6 +27,8 @@ _Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 # JSON can carry half a surrogate pair, which is no text that can be sent on.
 _Name = Annotated[str, Meta(max_length=1024, pattern="^[^\ud800-\udfff]*$")]
 
+_Chosen = Annotated[str, Meta(min_length=1, max_length=1024, pattern="^[^\ud800-\udfff]*$")]
+
 _UNREADABLE = (msgspec.ValidationError, UnicodeError, RecursionError)
 
 
@@ -48,6 +50,7 @@ class RemoteRequest(msgspec.Struct, frozen=True):
         generation: Which registration of its memory; 0 if that is unknown.
         lease: The engine's promise to keep the blocks; None if it gives none.
         lease_s: How long it keeps them, unless it is asked to keep them longer; 0 if unknown.
+        is_expected: Whether it has none yet, and writes them once they are computed.
     """
 
     engine_id: str
@@ -59,6 +62,7 @@ class RemoteRequest(msgspec.Struct, frozen=True):
     generation: int = 0
     lease: Lease | None = None
     lease_s: float = 0.0
+    is_expected: bool = False
 
 
 class _Entry(msgspec.Struct, frozen=True):
@@ -74,6 +78,16 @@ class _Entry(msgspec.Struct, frozen=True):
     incarnation: _Name | None = None
     generation: _Count = 0
     lease_s: _Seconds = 0.0
+
+
+class _Expected(msgspec.Struct, frozen=True):
+    """A request that another engine is still computing, under a name that both were given."""
+
+    remote_engine_id: _Name
+    transfer_id: _Chosen
+    remote_num_tokens: _Count = (1 << 63) - 1
+    remote_host: str | None = None
+    remote_port: int | float | str | None = None
 
 
 class _Ours(msgspec.Struct, frozen=True):
@@ -94,6 +108,16 @@ def wants_remote_decode(params: Mapping[str, Any] | None) -> bool:
 def _is_true(value: object) -> bool:
     """Whether a flag is set; a word is none, lest ``"false"`` count as true."""
     return value is True or (isinstance(value, int | float) and value == 1)
+
+
+def chosen_id(params: Mapping[str, Any] | None) -> str | None:
+    """Return the name under which both engines were told to know a request; None if there is none.
+
+    Raises:
+        ConfigError: It is no name.
+    """
+    chosen = None if params is None else params.get("transfer_id")
+    return None if chosen is None else _read(chosen, _Chosen, "kv_transfer_params: transfer_id")
 
 
 def offer(request: RemoteRequest, name: str, **sizes: int) -> dict[str, Any]:
@@ -170,25 +194,41 @@ def remote_request(params: Mapping[str, Any], name: str) -> RemoteRequest | None
         entry = _read(ours.children[name], _Entry, f"{where}: {KEY}.children.{name}")
     else:
         flat = dict(params)
+        if "transfer_id" in flat and "remote_block_ids" not in flat:
+            return _expected(_read(flat, _Expected, where), where)
         ids = flat.get("remote_block_ids")
         if isinstance(ids, list | tuple) and all(isinstance(each, int | float) for each in ids):
             flat["remote_block_ids"] = [ids]  # of engines with one cache group
         entry = _read(flat, _Entry, where)
-    address = None
-    if entry.remote_host is not None:
-        address = EngineAddress.of(
-            entry.remote_host, entry.remote_port, where=f"{where}: remote_host, remote_port"
-        )
     return RemoteRequest(
         entry.remote_engine_id,
         entry.remote_request_id,
-        address,
+        _address(entry, where),
         entry.remote_block_ids,
         entry.remote_num_tokens,
         entry.incarnation,
         entry.generation,
         Lease(*entry.remote_lease) if entry.remote_lease else None,
         entry.lease_s,
+    )
+
+
+def _expected(entry: _Expected, where: str) -> RemoteRequest:
+    return RemoteRequest(
+        entry.remote_engine_id,
+        entry.transfer_id,
+        _address(entry, where),
+        (),
+        entry.remote_num_tokens,
+        is_expected=True,
+    )
+
+
+def _address(entry: _Entry | _Expected, where: str) -> EngineAddress | None:
+    if entry.remote_host is None:
+        return None
+    return EngineAddress.of(
+        entry.remote_host, entry.remote_port, where=f"{where}: remote_host, remote_port"
     )
 
 

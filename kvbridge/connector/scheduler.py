@@ -5,6 +5,7 @@ import itertools
 import logging
 import math
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -34,9 +35,13 @@ from kvbridge.handshake import (
 )
 from kvbridge.handshake.metadata import open_envelope
 from kvbridge.model import Rank, RankCache
+from kvbridge.session.leases import SLOTS
 from kvbridge.session.session import body_of
 
 _log = logging.getLogger(__name__)
+
+CHOSEN_MAX = 4 * SLOTS
+"""So many names that others chose are known, lest one of them mean two requests."""
 
 _KEEPS_ALL = frozenset({"attention", "mla"})
 """Kinds of cache groups whose tables have an entry for every token of a request."""
@@ -115,6 +120,8 @@ class BridgeScheduler:
             self._renewals = Renewals(dialer, self._engine_id, timeout_s=meet_s, clock=clock)
         server.keep = self._holds.keep
         self._loads: list[Load] = []
+        self._never: list[str] = []  # transfer ids of which nothing will be kept
+        self._chosen: OrderedDict[str, None] = OrderedDict()  # those that others chose
         self._meter = Meter(SCHEDULER, name, config.transport)
         self._refused: set[str] = set()  # requests whose params are of no use here
         self._said: set[str] = set()  # reasons that hold for every request alike
@@ -247,11 +254,22 @@ class BridgeScheduler:
         if request.request_id in self._loading:  # given up while its blocks are written to
             return True, None
         self._renew_no_more(request.request_id)
-        wanted = params.wants_remote_decode(request.params)
-        if not wanted or request.aborted or not request.computed_tokens or self._cache is None:
+        if not params.wants_remote_decode(request.params):
             return False, None
-        transfer_id, lease = f"{request.request_id}#{next(self._numbers)}", None
+        try:
+            chosen = params.chosen_id(request.params)
+        except ConfigError as error:
+            self._refuse(request, str(error))
+            return False, None
+        if request.aborted or not request.computed_tokens or self._cache is None:
+            self._never += filter(None, [chosen])
+            return False, None
+        transfer_id, lease = chosen or f"{request.request_id}#{next(self._numbers)}", None
         reason, why = self._objection(request, block_ids, self._cache)
+        if not reason and chosen is not None and not self._is_new(chosen):
+            reason = "duplicate"
+            why = f"its transfer_id {chosen!r:.200} has been another one's; give each its own"
+            chosen = None
         if not reason:
             lease = self._holds.grant(request.request_id, transfer_id, block_ids)
             if lease is None:
@@ -261,6 +279,7 @@ class BridgeScheduler:
         if reason:
             level = self._once(reason) if reason == "role" else logging.WARNING
             _log.log(level, "request %s is not offered: %s", request.request_id, why)
+            self._never += filter(None, [chosen])
             return False, None
         first = next(iter(self._engine.values()))
         remote = RemoteRequest(
@@ -276,6 +295,14 @@ class BridgeScheduler:
         )
         pp, tp = (1 + max(rank[axis] for rank in self._engine) for axis in (0, 1))
         return True, params.offer(remote, self._name, tp_size=tp, pp_size=pp)
+
+    def _is_new(self, chosen: str) -> bool:
+        """Whether a name has not been another request's of late, which somebody may mean."""
+        is_new = chosen not in self._chosen
+        self._chosen[chosen] = None
+        if len(self._chosen) > CHOSEN_MAX:
+            self._chosen.popitem(last=False)
+        return is_new
 
     def _renew_no_more(self, request_id: str) -> None:
         if self._renewals is not None:
@@ -350,8 +377,8 @@ class BridgeScheduler:
         if self._renewals is not None:
             self._renewals.poll()
         engine = self._engine if self._engine_is_new else None
-        step = StepMetadata(tuple(self._loads), engine, *self._holds.take())
-        self._loads, self._engine_is_new = [], False
+        step = StepMetadata(tuple(self._loads), engine, *self._holds.take(), tuple(self._never))
+        self._loads, self._never, self._engine_is_new = [], [], False
         return step
 
     def close(self) -> None:

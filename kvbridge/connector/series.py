@@ -112,6 +112,18 @@ PUSHES = Series(
     (*OWN, "outcome", "reason"),
     (("ok", ""), *(("failed", cause) for cause in _COUNTED)),
 )
+PAYLOAD_CHECKS = Series(
+    "kvbridge_payload_checks_total",
+    "counter",
+    "Loads that were compared with what the other engine holds, or were to be",
+    (*OWN, "outcome", "reason"),
+    (
+        ("ok", ""),
+        *(("failed", cause) for cause in _COUNTED),
+        ("skipped", "unsupported"),
+        ("skipped", "unanswered"),
+    ),
+)
 QUARANTINED = Series(
     "kvbridge_quarantined_operations",
     "gauge",
@@ -206,6 +218,7 @@ WORKER = (
     COPIES,
     TRANSFER_SECONDS,
     QUEUED,
+    PAYLOAD_CHECKS,
     PUSHES,
     NOTICES_LOST,
     LEASES_EXPIRED,

@@ -68,6 +68,7 @@ class StepMetadata:
         holds: What to keep.
         renewed: What is to be kept for longer: for each transfer id, seconds from now on.
         drain_s: Keep nothing for longer than so many seconds from now on; None for no such limit.
+        never: Transfer ids that others may have asked for, of which nothing will ever be kept.
     """
 
     loads: tuple[Load, ...] = ()
@@ -75,3 +76,4 @@ class StepMetadata:
     holds: tuple[Hold, ...] = ()
     renewed: Mapping[str, float] = field(default_factory=dict)
     drain_s: float | None = None
+    never: tuple[str, ...] = ()

@@ -19,6 +19,7 @@ def choose_way(
     direction: Literal["auto", "pull", "push"],
     address: EngineAddress | None,
     *,
+    is_expected: bool,
     timeout_s: float,
     now_s: float,
 ) -> Way | None:
@@ -32,6 +33,7 @@ def choose_way(
         session: With the engine that has it.
         direction: What the configuration says.
         address: Where that engine can meet this one; None if that is unknown.
+        is_expected: Whether the blocks are still being computed, so that nobody can read them.
         timeout_s: How long it may take to say that it can; a quarter of that if it can be read.
         now_s: Clock of the agent.
 
@@ -39,12 +41,11 @@ def choose_way(
         NotSupportedError: It must be written, and cannot be.
     """
     can = [peer.capabilities for peer in session.peers.values()]
-    must_push = direction == "push" or not can_read(session)
-    if direction == "pull" or not (
-        must_push or any(each.preferred_direction == "write" for each in can)
-    ):
+    must_push = direction == "push" or is_expected or not can_read(session)
+    prefers_push = any(each.preferred_direction == "write" for each in can)
+    if not is_expected and (direction == "pull" or not (must_push or prefers_push)):
         return "pull"
-    why = _why_not(agent, session, address)
+    why = "it is not to" if direction == "pull" else _why_not(agent, session, address)
     if not why and address is not None:
         greeting = session.greeting
         if greeting is None or (
@@ -58,8 +59,9 @@ def choose_way(
     if why and must_push:
         session.greeting = None  # it may have become possible until the next one
         raise NotSupportedError(
-            f"engine {session.engine_id!r} cannot write here, and direction {direction!r} with "
-            f"transport {agent.transport_name!r} leaves nothing else: {why}"
+            f"engine {session.engine_id!r} cannot write here, and "
+            + ("what is still being computed" if is_expected else f"direction {direction!r} with ")
+            + f"transport {agent.transport_name!r} leaves nothing else: {why}"
         )
     return "pull" if why else "push"
 

@@ -25,6 +25,7 @@ from kvbridge.connector.values import WorkerReport
 from kvbridge.errors import ConfigError
 from kvbridge.handshake import (
     Dialer,
+    DigestRequest,
     HandshakeMetadata,
     Networks,
     Registry,
@@ -33,7 +34,7 @@ from kvbridge.handshake import (
 )
 from kvbridge.model import RankCache, TransferTopology
 from kvbridge.plan import BlockTable
-from kvbridge.session import Asks, Gifts, Introductions, RankAgent
+from kvbridge.session import Answers, Asks, Gifts, Introductions, RankAgent, Readers, can_digest
 from kvbridge.transport import Transport, open_transport
 
 _log = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ class BridgeWorker:
         threads: Executor | None = None,
         uniform: Callable[[float, float], float] = random.uniform,
         registry: Registry | None = None,
+        digesting: Executor | None = None,
     ) -> None:
         """Take what it works with, which is closed with it; :meth:`open` makes that.
 
@@ -75,19 +77,21 @@ class BridgeWorker:
             threads: Where other engines are joined; some of its own if not given.
             uniform: Draws from between two numbers.
             registry: Where the dialer looks engines up.
+            digesting: Where digests are taken; a thread of its own if not given.
         """
         self._config, self._name, self._topology = config, name, topology
         self._named = {"model": model, "revision": revision, "draft_layers": draft_layers}
         self._incarnation, self._clock, self._threads = incarnation, clock, threads
         self._transport, self._dialer, self._registry = transport, dialer, registry
-        self._uniform = uniform
+        self._uniform, self._digesting = uniform, digesting
         self._agent: RankAgent | None = None
         self._introductions: Introductions | None = None
         self._loads: Loads | None = None
         self._meter = Meter(WORKER, name, config.transport)
         self._gifts: Gifts | None = None
+        self._answers: Answers | None = None
         self._held: dict[str, tuple[str, float]] = {}  # transfer: its request, and its deadline
-        self._leaving: dict[str, str] = {}  # transfers that are over but still being written
+        self._leaving: dict[str, str] = {}  # transfers that are over but still being read
         self._sent: set[str] = set()
         self._expired: set[str] = set()
 
@@ -147,7 +151,18 @@ class BridgeWorker:
         return self._agent
 
     def register(self, cache: RankCache) -> None:
-        """Take the rank's cache, or another one in its place."""
+        """Take the rank's cache, or another one in its place.
+
+        Raises:
+            ConfigError: It cannot be checked, though the configuration says that it shall be.
+        """
+        if self._config.payload_check != "off" and not can_digest(cache):
+            kinds = sorted({region.memory_kind for region in cache.regions})
+            raise ConfigError(
+                f"connector {self._name!r}: payload_check is {self._config.payload_check!r}, but "
+                f"{cache.where} lies in {' and '.join(kinds)} memory, of which the host takes no "
+                "digests; set payload_check to 'off'"
+            )
         if self._agent is not None:
             self._agent.renew(cache)
             for transfer_id in list(self._held):  # the blocks that readers wait for are gone
@@ -160,6 +175,7 @@ class BridgeWorker:
             incarnation=self._incarnation,
             gives=self._config.role != "consumer" and self._config.direction != "pull",
             clock=self._clock,
+            digesting=self._digesting,
             **self._named,  # type: ignore[arg-type]
         )
         self._introductions = Introductions(
@@ -177,9 +193,12 @@ class BridgeWorker:
             self._meter,
             reads_max=self._config.reads_max,
             direction=self._config.direction,
+            payload_check=self._config.payload_check,
             clock=self._clock,
         )
         self._gifts = Gifts(self._agent, self._introductions, clock=self._clock)
+        readers = Readers(self._agent, self._introductions)
+        self._answers = Answers(self._agent, readers, clock=self._clock)
 
     def metadata(self) -> HandshakeMetadata:
         """Return what the rank publishes."""
@@ -202,6 +221,10 @@ class BridgeWorker:
         if step.drain_s is not None:
             end_s = now_s + step.drain_s
             self._held = {each: (name, min(at, end_s)) for each, (name, at) in self._held.items()}
+        for transfer_id in step.never:
+            self.agent.expire(transfer_id)
+            if self._gifts is not None:
+                self._gifts.stop(transfer_id)
         for load in step.loads:
             self.load(load, timeout_s=self._config.timeout_s)
 
@@ -217,7 +240,8 @@ class BridgeWorker:
 
     def report(self) -> WorkerReport:
         """Make progress, and return what has ended."""
-        if self._agent is None or self._loads is None or self._gifts is None:
+        answers = self._answers
+        if self._agent is None or self._loads is None or self._gifts is None or answers is None:
             return WorkerReport()
         self._loads.start()
         polled = self._agent.poll()
@@ -225,20 +249,24 @@ class BridgeWorker:
             if transfer_id in self._held:
                 self._leave(transfer_id, self._gifts)
         for sender, note in polled.asked:
-            self._gifts.heard(sender, note)
+            if isinstance(note, DigestRequest):
+                answers.heard(sender, note)
+            else:
+                self._gifts.heard(sender, note)
         for outcome in self._gifts.poll():
             self._meter.count(PUSHES, "failed" if outcome.cause else "ok", outcome.cause)
+        answers.poll()
         self._loads.end()
         self._expire()
-        self._leave_quiet(self._gifts)
+        self._leave_quiet(self._gifts, answers)
         sent, self._sent = frozenset(self._sent), set()
         expired, self._expired = frozenset(self._expired & sent), self._expired - sent
         return WorkerReport(self._loads.take(), sent, expired)
 
     def stats(self) -> Stats:
         """Return what this rank has counted; from any thread."""
-        agent, loads, gifts = self._agent, self._loads, self._gifts
-        if agent is None or loads is None or gifts is None:
+        agent, loads, gifts, answers = self._agent, self._loads, self._gifts, self._answers
+        if agent is None or loads is None or gifts is None or answers is None:
             return self._meter.stats({})
         ignored = {
             "duplicate": agent.releases.duplicates,
@@ -246,8 +274,8 @@ class BridgeWorker:
             "unknown": agent.releases.forgotten,
             "unreadable": agent.unreadable,
             "unasked": agent.unasked,
-            "stranger": gifts.strangers,
-            "too_many": gifts.ignored,
+            "stranger": gifts.strangers + answers.strangers,
+            "too_many": gifts.ignored + answers.ignored,
         }
         return self._meter.stats(
             {
@@ -291,9 +319,10 @@ class BridgeWorker:
         gifts.stop(transfer_id)
         self._leaving[transfer_id] = self._held.pop(transfer_id)[0]
 
-    def _leave_quiet(self, gifts: Gifts) -> None:
-        for transfer_id in [each for each in self._leaving if not gifts.is_writing(each)]:
-            self._sent.add(self._leaving.pop(transfer_id))
+    def _leave_quiet(self, gifts: Gifts, answers: Answers) -> None:
+        for transfer_id in list(self._leaving):
+            if not (gifts.is_writing(transfer_id) or answers.is_reading(transfer_id)):
+                self._sent.add(self._leaving.pop(transfer_id))
 
     def _expire(self) -> None:
         now_s = self._clock()

@@ -56,6 +56,7 @@ class DemoConfig:
         transports: Names of the transports, in the order in which they are tried.
         options: The options of each transport, by its name.
         broken: Transports that fail on the side that reads.
+        direction: Who moves the bytes, as in the configuration of a connector.
         port: Port of the prefill engine's handshake server; 0 takes a free one.
         timeout_s: Longest wait for anything.
 
@@ -71,6 +72,7 @@ class DemoConfig:
     transports: tuple[str, ...] = ("local",)
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     broken: tuple[str, ...] = ()
+    direction: str = "auto"
     port: int = 0
     timeout_s: float = 60.0
 
@@ -88,6 +90,8 @@ class DemoConfig:
                     f"{what} {', '.join(strangers)}: not among the transports "
                     f"{', '.join(self.transports)}"
                 )
+        if self.broken and self.direction != "pull":
+            object.__setattr__(self, "direction", self._pulled())
         connector_configs(self.connectors())
         for name in self.transports:
             check_transport(self._choice(name))
@@ -122,12 +126,22 @@ class DemoConfig:
                 {
                     **choice,
                     "name": name,
+                    "direction": self.direction,
                     "timeout_s": self.timeout_s,
                     "lease_s": self.timeout_s,
                     "handshake": {"port": port, "timeout_s": self.timeout_s},
                 }
             )
         return connectors
+
+    def _pulled(self) -> str:
+        """Return the direction in which what is broken would be used."""
+        if self.direction == "push":
+            raise ConfigError(
+                f"reads of {', '.join(self.broken)} shall fail, and with direction 'push' there "
+                "are none; leave one of the two out"
+            )
+        return "pull"
 
     def _choice(self, name: str) -> dict[str, Any]:
         return {"transport": name, "options": dict(self.options.get(name, {}))}

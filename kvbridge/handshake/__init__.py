@@ -10,6 +10,7 @@ from kvbridge.handshake.compatibility import (
     factors_of,
 )
 from kvbridge.handshake.dialer import Dialer, fetch_metadata
+from kvbridge.handshake.digests import DigestRequest, Digests
 from kvbridge.handshake.discovery import EngineRecord, Registry, open_registry
 from kvbridge.handshake.messages import (
     Blocks,
@@ -29,6 +30,8 @@ __all__ = [
     "Blocks",
     "Dialer",
     "Difference",
+    "DigestRequest",
+    "Digests",
     "EngineAddress",
     "EngineRecord",
     "Given",

@@ -6,6 +6,7 @@ import msgspec
 
 from kvbridge.errors import HandshakeError, IncompatibleError
 from kvbridge.handshake.compatibility import difference
+from kvbridge.handshake.digests import DigestRequest, Digests
 from kvbridge.handshake.metadata import Fact, HandshakeMetadata
 from kvbridge.handshake.wire import (
     FACTORS_MAX_BYTES,
@@ -222,7 +223,7 @@ class Given(msgspec.Struct, frozen=True, tag="given"):
     cause: str = ""
 
 
-Note = Release | Want | Withdrawal | Given
+Note = Release | Want | Withdrawal | Given | DigestRequest | Digests
 """What ranks tell each other through their transport."""
 
 

@@ -61,12 +61,15 @@ class RankPayload(msgspec.Struct, frozen=True):
         agent_info: What its transport's peers need.
         leases: Where its table of leases is, to be read by others; None where it has none.
         gives: Whether it writes what other ranks ask for.
+        digests: Whether it can say what its blocks hold, see
+            :class:`~kvbridge.handshake.DigestRequest`.
     """
 
     cache: RankCache
     agent_info: bytes
     leases: Region | None = None
     gives: bool = False
+    digests: bool = False
 
 
 class Envelope(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -1,10 +1,14 @@
 """One remote engine, alive: plan and peers become handles, handles become completions."""
 
 from kvbridge.session.agent import AgentPoll, RankAgent
+from kvbridge.session.answers import Answers
 from kvbridge.session.causes import CAUSES, Cause, cause_of
+from kvbridge.session.digesting import can_digest
 from kvbridge.session.gifts import Gift, Gifts, Outcome
 from kvbridge.session.introductions import Asks, Introduction, Introductions
 from kvbridge.session.leases import Lease
+from kvbridge.session.questions import CheckMode
+from kvbridge.session.readers import Readers
 from kvbridge.session.releases import ReleaseBook
 from kvbridge.session.session import Session, close_session, open_session
 from kvbridge.session.transfer import SourceStats, Transfer
@@ -12,8 +16,10 @@ from kvbridge.session.transfer import SourceStats, Transfer
 __all__ = [
     "CAUSES",
     "AgentPoll",
+    "Answers",
     "Asks",
     "Cause",
+    "CheckMode",
     "Gift",
     "Gifts",
     "Introduction",
@@ -21,10 +27,12 @@ __all__ = [
     "Lease",
     "Outcome",
     "RankAgent",
+    "Readers",
     "ReleaseBook",
     "Session",
     "SourceStats",
     "Transfer",
+    "can_digest",
     "cause_of",
     "close_session",
     "open_session",

@@ -3,6 +3,8 @@
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -24,14 +26,18 @@ from kvbridge.handshake import (
     factors_of,
 )
 from kvbridge.handshake.compatibility import LAYERED
+from kvbridge.handshake.digests import DigestRequest, Digests
 from kvbridge.handshake.messages import Given, Note, Release, Want, Withdrawal, decode_note
 from kvbridge.handshake.metadata import decode_factors, seal
 from kvbridge.handshake.wire import encode
 from kvbridge.model import Rank, RankCache, TransferTopology
-from kvbridge.plan import BlockTable, TransferBatch
+from kvbridge.plan import BlockTable, TransferBatch, digests_of
 from kvbridge.plan.values import Direction
 from kvbridge.session.causes import Cause
+from kvbridge.session.digesting import Digester, Values, can_digest
 from kvbridge.session.leases import WORD_NBYTES, Lease, LeaseTable, Standing
+from kvbridge.session.payload import Checks
+from kvbridge.session.questions import CheckMode, PayloadCheck
 from kvbridge.session.releases import ReleaseBook
 from kvbridge.session.session import (
     Session,
@@ -52,12 +58,12 @@ class AgentPoll(NamedTuple):
     Attributes:
         finished: Transfers that have ended.
         released: Requests whose blocks no reader needs any more.
-        asked: What other ranks want written, by the names of their agents.
+        asked: What other ranks want written or digested, by the names of their agents.
     """
 
     finished: tuple[Transfer, ...] = ()
     released: tuple[str, ...] = ()
-    asked: tuple[tuple[str, Want | Withdrawal], ...] = ()
+    asked: tuple[tuple[str, Want | Withdrawal | DigestRequest], ...] = ()
 
 
 class _Moves(Protocol):
@@ -120,6 +126,7 @@ class RankAgent:
         incarnation: str | None = None,
         gives: bool = False,
         clock: Callable[[], float] = time.monotonic,
+        digesting: Executor | None = None,
     ) -> None:
         """Register the rank's memory with an open transport.
 
@@ -133,6 +140,8 @@ class RankAgent:
             incarnation: Agreed with the engine's other ranks; needed if there are any.
             gives: Whether other ranks may ask it to write, see :class:`Gifts`; it says so to them.
             clock: Seconds that never run backwards.
+            digesting: Where digests are taken; a thread of its own, once there are some to take, if
+                not given. Shut down at the end.
 
         Raises:
             ConfigError: The cache is of another engine, or the model has no name.
@@ -163,6 +172,8 @@ class RankAgent:
         self._live: list[Transfer] = []
         self._untold: list[Transfer] = []  # ended, but others still write to them
         self._wants = Wants(transport.notify, transport.drop_peer, clock)
+        self._digester = Digester(digesting)
+        self._checks = Checks(transport.notify, self._digester, clock)
         self.releases = ReleaseBook(clock)
         self._leases = LeaseTable()
         self._kept: dict[str, _Kept] = {}
@@ -173,7 +184,8 @@ class RankAgent:
     def metadata(self) -> HandshakeMetadata:
         """Return what this rank publishes."""
         info = self._transport.agent_info()
-        payload = RankPayload(self._local, info, self._leases.region, self._gives)
+        leases, digests = self._leases.region, can_digest(self._local)
+        payload = RankPayload(self._local, info, leases, self._gives, digests)
         return HandshakeMetadata(
             self._local.engine_id,
             self.incarnation,
@@ -239,7 +251,7 @@ class RankAgent:
         Raises:
             ConfigError: The cache is of another engine or rank.
             MemoryBusyError: The memory registered so far is in use, by this rank or by another one
-                that was asked to write to it.
+                that was asked to write to it, or digests of it are being taken.
             TransportError: The memory cannot be registered.
         """
         if (local.engine_id, local.rank) != (self._local.engine_id, self._local.rank):
@@ -249,6 +261,11 @@ class RankAgent:
             raise MemoryBusyError(
                 f"{self._local.where}: {len(self._wants)} writes of other engines into its memory "
                 "have not ended; finish or give up what is being loaded, and poll, first"
+            )
+        if self._digester.is_busy:
+            raise MemoryBusyError(
+                f"{self._local.where}: digests of its memory are being taken; poll until that is "
+                "done, and register then"
             )
         self._disconnect_all()  # their plans are bound to the old addresses
         self._transport.unregister(self._local.regions)
@@ -351,6 +368,8 @@ class RankAgent:
         end_token: int,
         timeout_s: float = 30.0,
         lease: Lease | None = None,
+        check: CheckMode | None = None,
+        address: EngineAddress | None = None,
     ) -> Transfer:
         """Start to read a request's tokens from a remote engine.
 
@@ -364,6 +383,8 @@ class RankAgent:
             timeout_s: When the request fails if it has not ended.
             lease: The remote engine's promise to keep the blocks; without one, nothing shows that
                 what arrives is what the request's owner wrote.
+            check: Whether what has come is compared with what is there, and how much of it.
+            address: Where our engine's handshake server listens; needed for that.
 
         Raises:
             UnknownEngineError: The engine is not connected.
@@ -377,6 +398,8 @@ class RankAgent:
             local_tables, remote_tables, start_token=start_token, end_token=end_token
         )
         transfer = Transfer(session, request_id, now_s, now_s + timeout_s, lease=lease)
+        tokens = (start_token, end_token)
+        transfer.check = self._check_of(transfer, check, address, local_tables, tokens, lease)
         for batch in batches:
             transfer.sources.append(_source(batch))
             self._submit("read", session, transfer, batch)
@@ -407,7 +430,7 @@ class RankAgent:
         engine_id: str,
         request_id: str,
         local_tables: Sequence[BlockTable],
-        remote_tables: Sequence[BlockTable],
+        remote_tables: Sequence[BlockTable] | None,
         *,
         address: EngineAddress,
         start_token: int = 0,
@@ -415,6 +438,7 @@ class RankAgent:
         timeout_s: float = 30.0,
         lease: Lease | None = None,
         reads_instead: bool = False,
+        check: CheckMode | None = None,
     ) -> Transfer:
         """Ask a remote engine to write a request's tokens here, once they are ready.
 
@@ -425,7 +449,8 @@ class RankAgent:
             engine_id: A connected engine that has been greeted.
             request_id: The request, by the remote engine's name for it.
             local_tables: Where the tokens go.
-            remote_tables: Where they are; what comes is compared with what they hold.
+            remote_tables: Where they are; what comes is compared with what they hold. None where
+                that is not known yet.
             address: Where our engine's handshake server listens.
             start_token: First token to take.
             end_token: One past the last token to take; an empty range moves nothing.
@@ -434,6 +459,7 @@ class RankAgent:
                 same request.
             reads_instead: Whether the caller will read them, where that engine cannot write: then
                 it is not told that they are not needed.
+            check: Whether what has come is compared with what is there, and how much of it.
 
         Raises:
             UnknownEngineError: The engine is not connected.
@@ -443,21 +469,21 @@ class RankAgent:
         session = self._session(engine_id)
         check_timeout(timeout_s, "timeout_s")
         now_s = self._clock()
-        batches = session.plan.lower(
-            local_tables, remote_tables, start_token=start_token, end_token=end_token
-        )
+        sources: list[tuple[Rank, SourceStats | None]]
+        if remote_tables is None:
+            sources = [(source.rank, None) for source in session.plan.sources]
+        else:
+            batches = session.plan.lower(
+                local_tables, remote_tables, start_token=start_token, end_token=end_token
+            )
+            sources = [(batch.remote_rank, _source(batch)) for batch in batches]
         transfer = Transfer(session, request_id, now_s, now_s + timeout_s, "push")
         transfer.reads_instead = reads_instead
-        for batch in batches:
-            want = self._wanted(
-                transfer,
-                address,
-                local_tables,
-                (start_token, end_token),
-                None if lease is None else lease.epoch,
-            )
-            self._wants.ask(transfer, batch.remote_rank, want, batch.total_nbytes)
-            transfer.sources.append(_source(batch))
+        epoch, tokens = None if lease is None else lease.epoch, (start_token, end_token)
+        transfer.check = self._check_of(transfer, check, address, local_tables, tokens, lease)
+        for rank, source in sources:
+            want = self._wanted(transfer, address, local_tables, tokens, epoch)
+            self._wants.ask(transfer, rank, want, source)
         self._live.append(transfer)
         return transfer
 
@@ -483,6 +509,61 @@ class RankAgent:
             epoch=epoch,
         )
 
+    def _check_of(
+        self,
+        transfer: Transfer,
+        mode: CheckMode | None,
+        address: EngineAddress | None,
+        tables: Sequence[BlockTable],
+        tokens: tuple[int, int],
+        lease: Lease | None,
+    ) -> PayloadCheck | None:
+        """Return what a transfer is to be checked for.
+
+        Raises:
+            ConfigError: Nobody could say where the answer goes.
+        """
+        if mode is None:
+            return None
+        if address is None:
+            raise ConfigError(
+                "a payload check needs the address at which other engines meet this one; pass it, "
+                "or set payload_check to 'off'"
+            )
+        asks = DigestRequest(
+            0,
+            transfer.request_id,
+            self._local.engine_id,
+            self.incarnation,
+            self.generation,
+            self._local.rank,
+            (address.host, address.port),
+            epoch=None if lease is None else lease.epoch,
+        )
+        return PayloadCheck(mode, tables, *tokens, asks)
+
+    def digest(self, asks: DigestRequest) -> Future[Values]:
+        """Begin to take digests of what a request holds that is held.
+
+        Raises:
+            ConfigError: Another promise is meant than that for the request that is held.
+        """
+        kept = self._kept_under(asks.request_id, asks.epoch)
+        return self._digester.start(partial(digests_of, self._local, asks.probes, kept.tables))
+
+    def _kept_under(self, request_id: str, epoch: int | None) -> _Kept:
+        """Return what is promised of a request that is held.
+
+        Raises:
+            ConfigError: Another promise is meant.
+        """
+        kept = self._kept[request_id]
+        if epoch is not None and (kept.lease is None or kept.lease.epoch != epoch):
+            raise ConfigError(
+                f"request {request_id!r} is held under another lease than the reader knows"
+            )
+        return kept
+
     def give(self, gift: _Gives, want: Want) -> None:
         """Write what a rank of another engine wants; its blocks and ours are held.
 
@@ -495,11 +576,8 @@ class RankAgent:
             BlockTableError: The tables do not cover the range; nothing was started.
             ConfigError: Another promise is meant than that for the request that is held.
         """
-        session, kept = self._session(want.engine_id), self._kept[want.request_id]
-        if want.epoch is not None and (kept.lease is None or kept.lease.epoch != want.epoch):
-            raise ConfigError(
-                f"request {want.request_id!r} is held under another lease than the reader knows"
-            )
+        session = self._session(want.engine_id)
+        kept = self._kept_under(want.request_id, want.epoch)
         batches = session.plan_to("write").lower(
             kept.tables,
             tables_of(want.blocks),
@@ -584,15 +662,18 @@ class RankAgent:
                     released.append(release.request_id)
                 case Given() as given:
                     self._wants.heard(sender, given)
-                case Want() | Withdrawal() as note:
+                case Digests() as digests:
+                    self._checks.heard(sender, digests)
+                case Want() | Withdrawal() | DigestRequest() as note:
                     asked.append((sender, note))
         self._wants.poll()
+        self._checks.poll(lambda session: self._sessions.get(session.engine_id) is session)
         return AgentPoll(tuple(self._ended()), tuple(released), tuple(asked))
 
     @property
     def unasked(self) -> int:
         """Answers to what this rank had not asked for, or knew already."""
-        return self._wants.ignored
+        return self._wants.ignored + self._checks.ignored
 
     @property
     def quarantined(self) -> int:
@@ -608,6 +689,7 @@ class RankAgent:
         Returns:
             The regions that are not proven quiet: keep that memory mapped.
         """
+        self._digester.close()
         self._leases.revoke_all()  # whoever still reads shall not take it for a success
         written = self._local.regions if len(self._wants) else ()  # by others, for all we know
         self._disconnect_all()
@@ -677,9 +759,14 @@ class RankAgent:
             self._tell(transfer.session, transfer.request_id, ok=transfer.state is State.DONE)
 
     def _is_open(self, transfer: Transfer, now_s: float) -> bool:
-        """Whether the word of the lease must still be looked at; fails what was not kept."""
+        """Whether what has come must still be compared, or the word of the lease be looked at.
+
+        Fails what was not kept.
+        """
+        if self._checks.begin(transfer, self._local):
+            return True
         lease = transfer.lease
-        if lease is None:
+        if lease is None or transfer.reason:
             return False
         standing = self._standing(transfer, lease)
         if standing == "not yet" and now_s < transfer.deadline_s:
@@ -702,6 +789,7 @@ class RankAgent:
         if transfer.seen is not None:  # all bytes are here, but they prove nothing
             what = f"the lease of request {transfer.request_id!r} had not begun"
             cause = "lease"
+        what = self._checks.give_up(transfer) or what
         transfer.fail(f"{what} after {now_s - transfer.started_s:.3g} s", cause)
         if transfer.kind == "pull":
             for handle in transfer.pending:
@@ -765,9 +853,9 @@ class RankAgent:
         peers = (peer for session in self._sessions.values() for peer in session.peers.values())
         return next((peer for peer in peers if peer.agent == agent), None)
 
-    def tell(self, peer: Peer, given: Given) -> bool:
-        """Tell a rank what has become of what it wants; whether that could be done."""
-        return self._notify(peer, encode(given))
+    def tell(self, peer: Peer, answer: Given | Digests) -> bool:
+        """Tell a rank what has become of what it asked for; whether that could be done."""
+        return self._notify(peer, encode(answer))
 
     def _read_note(self, payload: bytes) -> Note | None:
         try:

@@ -19,6 +19,7 @@ Cause = Literal[
     "refused",
     "transport",
     "lease",
+    "corrupt",
     "deadline",
     "fault",
     "shutdown",
@@ -31,6 +32,7 @@ Cause = Literal[
 - ``refused``: what was asked for cannot be, such as blocks that do not hold the tokens.
 - ``transport``: a read has failed.
 - ``lease``: the blocks were not kept until they were read.
+- ``corrupt``: what has come is not what the other engine holds; only a payload check finds that.
 - ``deadline``: there was not enough time.
 - ``fault``: a connector's own code has raised.
 - ``shutdown``: the reader was shut down; nobody is told, so this one is only counted.
@@ -47,3 +49,9 @@ def cause_of(error: KVBridgeError) -> Cause:
         case BlockTableError() | ConfigError():
             return "refused"
     return "handshake"
+
+
+def cause_told(word: str, *, otherwise: Cause) -> Cause:
+    """Return why a rank of another engine has refused something, from what it says itself."""
+    told = (cause for cause in CAUSES if cause not in {"fault", "shutdown"})
+    return next((cause for cause in told if cause == word), otherwise)

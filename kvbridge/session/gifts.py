@@ -11,24 +11,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvbridge.errors import ConfigError, KVBridgeError
-from kvbridge.handshake import EngineAddress
+from kvbridge.errors import KVBridgeError
 from kvbridge.handshake.messages import Given, Want, Withdrawal
 from kvbridge.session.agent import RankAgent
 from kvbridge.session.causes import Cause, cause_of
 from kvbridge.session.introductions import Introduction, Introductions
-from kvbridge.session.session import Session
-from kvbridge.session.wants import AGAIN_S
-from kvbridge.transport import Handle, Peer, State
+from kvbridge.session.readers import REASON_MAX, Asker, Readers
+from kvbridge.transport import Handle, State
 
 WANTS_MAX = 4096
 """So many are open at once, and so many known of requests that are not held."""
-REASON_MAX = 2000
+NOT_KEPT = "the request's blocks are kept no longer, or never were"
 KEPT_S = 600.0
-"""So long are answers known of requests that are not held, and tried that cannot be sent."""
-
-Asker = tuple[str, int]
-"""Name of a remote agent, and its number for what it wants."""
+"""So long are answers known of requests that are not held."""
 
 
 @dataclass(slots=True, eq=False)
@@ -41,7 +36,6 @@ class Gift:
         want: What it asked for; None if only a withdrawal has come.
         since_s: Clock when it was heard.
         introduction: How far we have come with the reader's engine.
-        peer: The reader; None while it is unknown.
         meet_s: Clock before which that is not asked for again.
         nbytes: Bytes to write.
         pending: Handles that are not quiet.
@@ -49,7 +43,7 @@ class Gift:
         reason: Why it will not come.
         cause: The same in a word.
         answer: What is said of it; None while that is open.
-        is_told: Whether that has been sent.
+        is_told: Whether that has been sent, or could not be when it was asked for last.
     """
 
     asker: Asker
@@ -57,7 +51,6 @@ class Gift:
     want: Want | None
     since_s: float
     introduction: Introduction | None = None
-    peer: Peer | None = None
     meet_s: float = 0.0
     nbytes: int = 0
     pending: set[Handle] = field(default_factory=set)
@@ -99,7 +92,6 @@ class Gifts:
     All calls come from the thread that polls the agent.
 
     Attributes:
-        strangers: Wants that came from another agent than the rank that they named.
         ignored: Wants that came while too many others were open.
     """
 
@@ -117,12 +109,18 @@ class Gifts:
             meetings: Meets engines.
             clock: That of the agent.
         """
-        self._agent, self._meetings, self._clock = agent, meetings, clock
+        self._agent, self._clock = agent, clock
+        self._readers = Readers(agent, meetings)
         self._gifts: dict[str, dict[Asker, Gift]] = {}  # by request
         self._live: list[Gift] = []  # those to which an answer is to be sent
         self._idle: dict[Gift, float] = {}  # those of requests that are not held; when answered
         self._outcomes: list[Outcome] = []
-        self.strangers = self.ignored = 0
+        self.ignored = 0
+
+    @property
+    def strangers(self) -> int:
+        """Wants that came from another agent than the rank that they named."""
+        return self._readers.strangers
 
     def __len__(self) -> int:
         """How many have not been answered."""
@@ -144,6 +142,8 @@ class Gifts:
             gift.is_told = False
             self._idle.pop(gift, None)
             self._live.append(gift)
+        if gift.want is None and isinstance(note, Want):
+            gift.want = note  # too late, but it says where the answer goes
         if isinstance(note, Withdrawal) and not gift.has_begun:
             gift.fail("the reader needs it no more", "deadline")
 
@@ -171,7 +171,7 @@ class Gifts:
         """Begin to write nothing more of a request, whose blocks are not kept any longer."""
         for gift in list(self._gifts.get(request_id, {}).values()):
             if not gift.has_begun:
-                gift.fail("the request's blocks are kept no longer", "lease")
+                gift.fail(NOT_KEPT, "lease")
             if gift.is_told:
                 self._drop(gift)
 
@@ -183,11 +183,12 @@ class Gifts:
             self._close(gift, now_s)
         if gift.answer is None:
             return False
-        peer = gift.peer or self._agent.peer_named(gift.asker[0])
-        gift.is_told = peer is not None and self._agent.tell(peer, gift.answer)
-        gift.peer = peer if gift.is_told else None  # it may be joined anew
-        if not gift.is_told and now_s < gift.since_s + KEPT_S:
-            return False
+        peer = self._agent.peer_named(gift.asker[0])
+        if peer is not None:
+            self._agent.tell(peer, gift.answer)
+        elif gift.want is not None:
+            self._meet(gift, gift.want, now_s)
+        gift.is_told = True  # who has not heard it asks again, and by then we may have met
         if not self._agent.is_held(gift.request_id):
             self._idle[gift] = now_s
         return True
@@ -197,49 +198,32 @@ class Gifts:
         want = gift.want
         if want is None:
             return
-        if not self._has_met(gift, want, now_s):
+        if not self._readers.has_met(gift, want, now_s):
             pass
         elif not self._agent.gives:
             gift.fail("this engine writes for nobody", "refused")
         elif want.is_empty:
             gift.has_begun = True
+        elif want.epoch is None and self._was_given(gift):
+            gift.fail("a request of that name has been written there before", "refused")
         elif self._agent.is_held(want.request_id):
             try:
                 self._agent.give(gift, want)
             except KVBridgeError as error:
                 gift.fail(str(error), cause_of(error))
         elif self._agent.releases.is_over(want.request_id):
-            gift.fail("the request's blocks are kept no longer", "lease")
+            gift.fail(NOT_KEPT, "lease")
         if not gift.has_begun and now_s >= gift.since_s + want.timeout_s:
             gift.fail("it was not ready in time", "deadline")
 
-    def _has_met(self, gift: Gift, want: Want, now_s: float) -> bool:
-        """Whether the reader's engine is known; meets it if not."""
-        session = self._agent.sessions.get(want.engine_id)
-        if session is not None and _is_meant(session, want):
-            gift.peer = peer = session.peers.get(want.rank)
-            if peer is None or peer.agent != gift.asker[0]:
-                gift.peer = None
-                self.strangers += 1
-                gift.fail(f"it was asked for by another agent than rank {want.rank}", "refused")
-            return not gift.reason
-        if gift.introduction is not None and gift.introduction.error is not None:
-            gift.fail(str(gift.introduction.error), cause_of(gift.introduction.error))
-        elif now_s >= gift.meet_s and (
-            gift.introduction is None or gift.introduction.state == "live"
-        ):
-            gift.meet_s = now_s + AGAIN_S
-            try:
-                gift.introduction = self._meetings.meet(
-                    want.engine_id,
-                    EngineAddress.of(*want.address, where="address of the reader's engine"),
-                    incarnation=want.incarnation,
-                    generation=want.generation,
-                    direction="write",
-                )
-            except ConfigError as error:
-                gift.fail(str(error), "handshake")
-        return False
+    def _was_given(self, gift: Gift) -> bool:
+        """Whether its reader has been given that request; who knows no lease has no other fence."""
+        others = self._gifts[gift.request_id].values()
+        return any(each.has_begun and each.asker[0] == gift.asker[0] for each in others)
+
+    def _meet(self, gift: Gift, want: Want, now_s: float) -> None:
+        """Meet the reader's engine, so that the next time it can be told."""
+        self._readers.meet(gift, want, now_s)
 
     def _close(self, gift: Gift, now_s: float) -> None:
         """Fix what is said of a gift: nothing of it will touch anything any more."""
@@ -254,9 +238,3 @@ class Gifts:
         del known[gift.asker]
         if not known:
             del self._gifts[gift.request_id]
-
-
-def _is_meant(session: Session, want: Want) -> bool:
-    """Whether a want's blocks are in the memory that a session is bound to."""
-    start = (session.incarnation, session.generation)
-    return start == (want.incarnation, want.generation) and "write" in session.plans

@@ -40,6 +40,9 @@ class Session:
         memory: Memory kind and device of each of those ranks' caches.
         leases: Where each of those ranks has its table of leases.
         gives: Whether those ranks write what others ask for.
+        digests: Whether those ranks can say what their blocks hold.
+        answers: Whether one of them has done so.
+        mute_s: Clock before which they are not asked for samples: they did not answer.
         lost: Whether one of those ranks could not be reached.
         greeting: Whether those ranks can reach us; None until they have been asked.
     """
@@ -52,6 +55,9 @@ class Session:
     memory: Mapping[Rank, tuple[str, int]] = field(default_factory=dict)
     leases: Mapping[Rank, Region] = field(default_factory=dict)
     gives: bool = False
+    digests: bool = False
+    answers: bool = False
+    mute_s: float = 0.0
     lost: bool = False
     greeting: Transfer | None = None
 
@@ -148,6 +154,7 @@ def open_session(
         **{rank: table for rank in added if (table := bodies[rank].leases) is not None},
     }
     session.gives = all(bodies[rank].gives for rank in told)
+    session.digests = all(bodies[rank].digests for rank in told)
     session.peers = {**session.peers, **added}
     session.plans = {**session.plans, direction: plan}  # last: from here on it is used
     return session

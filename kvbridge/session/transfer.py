@@ -10,6 +10,8 @@ from kvbridge.session.leases import Lease
 from kvbridge.transport import State
 
 if TYPE_CHECKING:
+    from kvbridge.session.payload import Checked
+    from kvbridge.session.questions import PayloadCheck
     from kvbridge.session.session import Session
 
 Kind = Literal["pull", "push", "greeting"]
@@ -55,6 +57,8 @@ class Transfer:
         lease: The promise that the blocks were kept, to be looked at once all bytes are here.
         seen: Where the word of each source's lease lands; None until it is looked at.
         reads_instead: Whether it will be read where it cannot be written.
+        check: What is to be compared once all bytes are here; None once that has begun.
+        checked: What has come of that; None while it is open, or if nothing was to be compared.
     """
 
     session: "Session"
@@ -71,6 +75,8 @@ class Transfer:
     lease: Lease | None = None
     seen: list[int] | None = None
     reads_instead: bool = False
+    check: "PayloadCheck | None" = None
+    checked: "Checked | None" = None
 
     @property
     def quiet(self) -> bool:
@@ -101,4 +107,5 @@ class Transfer:
     def end(self, now_s: float) -> None:
         """Fix the outcome."""
         self.state = State.FAILED if self.reason else State.DONE
+        self.sources.sort(key=lambda source: source.rank)
         self.ended_s = now_s

@@ -19,8 +19,8 @@ from kvbridge.handshake.messages import Blocks, Given, Want, Withdrawal
 from kvbridge.handshake.wire import encode
 from kvbridge.model import Rank
 from kvbridge.plan import BlockTable
-from kvbridge.session.causes import CAUSES, Cause
-from kvbridge.session.transfer import Transfer
+from kvbridge.session.causes import Cause, cause_told
+from kvbridge.session.transfer import SourceStats, Transfer
 from kvbridge.transport import Peer, State
 
 AGAIN_S, AGAIN_LONGEST_S = 0.5, 5.0
@@ -37,11 +37,12 @@ class _Wanted:
         rank: The producer rank.
         peer: The same as a peer.
         want: What was asked.
-        nbytes: Bytes that must come; None if we cannot know.
+        source: What must come; None if we cannot know.
         again_s: Clock when it is asked again.
         pause_s: How long after the last time; a list of blocks may be long.
         withdrawn: Whether nobody waits for it any more.
         lost_s: Clock when that rank was found to be gone; None while it is not.
+        insists: Whether that has been said before.
         orphaned: Whether the engine was dropped, and the peer is to be dropped at the end.
     """
 
@@ -49,10 +50,11 @@ class _Wanted:
     rank: Rank
     peer: Peer
     want: Want
-    nbytes: int | None
+    source: SourceStats | None
     again_s: float
     pause_s: float = AGAIN_S
     withdrawn: bool = False
+    insists: bool = False
     lost_s: float | None = None
     orphaned: bool = False
 
@@ -90,10 +92,19 @@ class Wants:
         """Return a number for the next want."""
         return next(self._numbers)
 
-    def ask(self, transfer: Transfer, rank: Rank, want: Want, nbytes: int | None = None) -> None:
-        """Ask a producer rank; what cannot be sent fails the transfer."""
+    def ask(
+        self, transfer: Transfer, rank: Rank, want: Want, source: SourceStats | None = None
+    ) -> None:
+        """Ask a producer rank; what cannot be sent fails the transfer.
+
+        Args:
+            transfer: Whose it is.
+            rank: The producer rank.
+            want: What it shall write.
+            source: What must come; None if we cannot know.
+        """
         peer = transfer.session.peers[rank]
-        wanted = _Wanted(transfer, rank, peer, want, nbytes, self._clock() + AGAIN_S)
+        wanted = _Wanted(transfer, rank, peer, want, source, self._clock() + AGAIN_S)
         self._open[want.number] = wanted
         transfer.pending.add(wanted)
         try:
@@ -121,16 +132,20 @@ class Wants:
             self.ignored += 1
             return
         if given.reason:
-            cause: Cause = given.cause if given.cause in CAUSES else "transport"
+            cause = cause_told(given.cause, otherwise="transport")
             self._settle(wanted, f"rank {wanted.rank} will not write: {given.reason}", cause)
-        elif wanted.nbytes not in {None, given.nbytes}:
+        elif wanted.source is not None and wanted.source.nbytes != given.nbytes:
+            expected = wanted.source.nbytes
             self._settle(
                 wanted,
-                f"rank {wanted.rank} has written {given.nbytes} bytes where {wanted.nbytes} were "
+                f"rank {wanted.rank} has written {given.nbytes} bytes where {expected} were "
                 "wanted; the engines disagree about what the request's blocks hold",
                 "incompatible",
             )
         else:
+            if not wanted.want.is_empty:
+                came = wanted.source or SourceStats(wanted.rank, given.nbytes, 0, 0)
+                wanted.transfer.sources.append(came)
             self._settle(wanted, "", "")
 
     def poll(self) -> None:
@@ -141,14 +156,26 @@ class Wants:
                 reason = f"rank {wanted.rank} of the engine was lost before it had answered"
                 self._settle(wanted, reason, "transport")
                 continue
-            want = wanted.want
-            note = Withdrawal(want.number, want.request_id) if wanted.withdrawn else want
+            notes = self._questions(wanted)
             wanted.pause_s = min(2 * wanted.pause_s, AGAIN_LONGEST_S)
             wanted.again_s = now_s + (AGAIN_S if wanted.withdrawn else wanted.pause_s)
             try:
-                self._send(wanted.peer, encode(note))
+                for note in notes:
+                    self._send(wanted.peer, encode(note))
             except TransportError as error:
                 self._is_lost(wanted, error)
+
+    def _questions(self, wanted: _Wanted) -> tuple[Want | Withdrawal, ...]:
+        """Return what to ask now."""
+        want = wanted.want
+        if not wanted.withdrawn:
+            return (want,)
+        withdrawal = Withdrawal(want.number, want.request_id)
+        if not wanted.insists:
+            wanted.insists = True
+            return (withdrawal,)
+        # Who does not know us, or not any more, learns from the want where the answer goes.
+        return (withdrawal, want)
 
     def orphan(self, peers: Sequence[Peer]) -> list[Peer]:
         """Take over peers that are to be dropped, as far as they have not answered yet.

@@ -7,6 +7,8 @@ from typing import Any
 
 from kvbridge.connector.params import RemoteRequest, offer
 from kvbridge.handshake import (
+    DigestRequest,
+    Digests,
     EngineAddress,
     HandshakeMetadata,
     MetadataReply,
@@ -21,6 +23,7 @@ from kvbridge.handshake.messages import MetadataRequest
 from kvbridge.handshake.metadata import decode_factors, seal
 from kvbridge.handshake.wire import WIRE, encode
 from kvbridge.model import CacheComponent, CacheGroup, LayerCache, Rank, RankCache, Region
+from kvbridge.plan import CellRange, Probe, TokenShare
 
 BASE, PAGES, BLOCK_TOKENS, HEADS = 1 << 20, 8, 4, 8
 
@@ -89,6 +92,18 @@ def params() -> dict[str, Any]:
     return offer(remote, "local", tp_size=2, pp_size=2)
 
 
+def digest_request() -> DigestRequest:
+    """Return what a reader asks of a rank of the small engine."""
+    shares = (TokenShare(1, 2, 4),)
+    probes = tuple(
+        Probe(CellRange(i, f"layers.{i}", each, 0, 4, 16, shares), ((0, 4), (4, 8)))
+        for i in range(2)
+        for each in ("k", "v")
+    )
+    reader = ("decode", "incarnation-2", 1, (0, 1), ("10.0.0.8", 5600))
+    return DigestRequest(7, "r#1", *reader, probes, epoch=99)
+
+
 @cache
 def messages() -> dict[str, tuple[bytes, ...]]:
     """Return real messages of every kind."""
@@ -111,7 +126,11 @@ def messages() -> dict[str, tuple[bytes, ...]]:
             encode({**refusal, "not_yet": True}),
             encode(RenewalReply((True, False), 30.0)),
         ),
-        "release": (encode(Release("r#1", "decode", "incarnation-2", (0, 1), readers=2)),),
+        "release": (
+            encode(Release("r#1", "decode", "incarnation-2", (0, 1), readers=2)),
+            encode(digest_request()),
+            encode(Digests(7, b"12345678", "because", "lease")),
+        ),
         "payload": payloads,
         "child": tuple(encode(data) for data in (*ranks, children)),
         "params": (json.dumps(params()).encode(), json.dumps(flat).encode()),

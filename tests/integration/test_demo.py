@@ -56,6 +56,13 @@ def test_every_pair_of_shapes_is_equal(
             assert 1 <= read["merged"] <= read["copies"]
 
 
+def test_prefill_writes_where_it_is_told_to(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", *SMALL, *PAIRS["tp1 to pp2"], "--direction", "push", "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["equal"] is True
+    assert main(["demo", "--direction", "push", "--break", "local"]) == 2
+    assert "leave one of the two out" in capfd.readouterr().err
+
+
 def test_a_prompt_of_one_byte_moves_nothing(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from kvbridge.connector import Request
 from kvbridge.connector.bridge import BridgeConnector
 from kvbridge.handshake.messages import Given, Want, Withdrawal
 from kvbridge.handshake.wire import encode
@@ -192,6 +193,20 @@ def test_a_want_that_turns_out_impossible_is_read_instead(engine: Make, monkeypa
     assert not p.expired
 
 
+def test_a_list_of_blocks_that_is_too_long_to_be_sent_is_read_instead(
+    engine: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changed = replace(local_agent.CAPABILITIES, preferred_direction="write", notify_max_bytes=240)
+    monkeypatch.setattr(local_agent, "CAPABILITIES", changed)
+    p, d = engine("p", LOCAL), engine("d", LOCAL)
+    ours, theirs = list(range(15)), list(range(15, 0, -1))
+    d.load("r", ours, 60, p.prefill("r", theirs, 60))
+    run([p, d], lambda: "r" in d.loaded and "r" in p.sent)
+    assert d.loaded["r"].ok
+    assert (written(d), pushes(p)) == (0, 0)
+    check(p, d, theirs, ours, 60)
+
+
 def test_b38_a_write_that_cannot_begin_fails_the_load_at_once(engine: Make) -> None:
     """B38: the reader learns of it, and does not use the half that came."""
     broken = faulty(operations=[{"what": "fail", "share": 1.0}])
@@ -354,6 +369,110 @@ def test_memory_that_others_may_write_to_is_not_given_up(engine: Make) -> None:
         d.renew()
     assert type(raised.value).__name__ == "MemoryBusyError"
     run([p, d], lambda: "r" in d.loaded)
+
+
+def test_memory_that_others_may_write_to_at_the_end_is_named(
+    engine: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    p, d = engine("p", LOCAL), engine("d", PUSH)
+    d.load("first", [5], 4, p.prefill("first", [7], 4))
+    run([p, d], lambda: "first" in d.loaded)
+    d.load("r", [5], 4, p.prefill("r", [3], 4))
+    d.step()
+    d.close()
+    assert "may still be written to" in caplog.text
+
+
+def expected(p: TinyEngine, transfer_id: str) -> dict[str, Any]:
+    """Return what a router gives to a reader at the same time as the prompt to the producer."""
+    address = p.scheduler.scheduler_half.server.address  # type: ignore[attr-defined]
+    return {
+        "do_remote_prefill": True,
+        "remote_engine_id": p.engine_id,
+        "remote_host": address.host,
+        "remote_port": address.port,
+        "transfer_id": transfer_id,
+    }
+
+
+@pytest.mark.parametrize(("prefill", "decode"), SHAPES, ids=str)
+def test_what_is_still_being_computed_is_written_once_it_is(
+    engine: Make, prefill: dict[str, int], decode: dict[str, int]
+) -> None:
+    p, d = engine("p", LOCAL, **prefill), engine("d", LOCAL, **decode)
+    assert d.load("r", [5, 9, 4], 10, expected(p, "x")) == 10
+    for _ in range(50):
+        p.step()
+        d.step()
+    assert "r" not in d.loaded
+    p.prefill("r", [7, 2, 3], 10, transfer_id="x")
+    run([p, d], lambda: "r" in d.loaded and "r" in p.sent)
+    assert d.loaded["r"].ok
+    check(p, d, [7, 2, 3], [5, 9, 4], 10)
+    assert sum(source.nbytes for source in d.loaded["r"].sources) > 0
+    assert not p.expired
+
+
+def test_what_will_never_be_computed_is_said_at_once(engine: Make) -> None:
+    p, d = engine("p", LOCAL), engine("d", LOCAL)
+    for when, name in (("after", "x"), ("before", "y")):
+        if when == "before":
+            finish_aborted(p, name)
+        d.load(name, [5], 4, expected(p, name))
+        for _ in range(50):
+            p.step()
+            d.step()
+        if when == "after":
+            finish_aborted(p, name)
+        begun_s = time.monotonic()
+        run([p, d], lambda name=name: name in d.loaded)  # type: ignore[misc]
+        assert time.monotonic() - begun_s < 5
+        assert "or never were" in d.loaded[name].error
+
+
+def finish_aborted(p: TinyEngine, transfer_id: str) -> None:
+    params = {"do_remote_decode": True, "transfer_id": transfer_id}
+    request = Request(transfer_id, 4, 0, params, aborted=True)
+    assert p.scheduler.request_finished(request, ((7,),)) == (False, None)
+
+
+def test_a_name_that_is_used_twice_brings_nobody_the_other_ones_bytes(engine: Make) -> None:
+    p, d = engine("p", LOCAL), engine("d", LOCAL)
+    d.load("r1", [5], 4, expected(p, "x"))
+    p.prefill("r1", [7], 4, transfer_id="x")
+    run([p, d], lambda: "r1" in d.loaded)
+    d.load("r2", [6], 4, expected(p, "x"))
+    assert p.prefill("r2", [3], 4, transfer_id="x") is None
+    run([p, d], lambda: "r2" in d.loaded)
+    assert not d.loaded["r2"].ok
+    assert (d.tokens([6], 4) == -1).all()
+
+
+def test_a_reader_that_needs_nothing_of_what_is_being_computed_says_so(engine: Make) -> None:
+    p, d = engine("p", LOCAL), engine("d", LOCAL)
+    assert d.load("r", [5], 4, expected(p, "x"), here=4) == 0
+    for _ in range(100):
+        p.step()
+        d.step()
+    p.prefill("r", [7], 4, transfer_id="x")
+    run([p, d], lambda: "r" in p.sent)
+    assert not p.expired
+
+
+def test_what_is_being_computed_cannot_be_read(engine: Make) -> None:
+    p, d = engine("p", LOCAL), engine("d", {**LOCAL, "direction": "pull"})
+    d.load("r", [5], 4, expected(p, "x"))
+    run([p, d], lambda: "r" in d.loaded)
+    assert "what is still being computed" in d.loaded["r"].error
+    assert d.loaded["r"].cause == "refused"
+
+
+@pytest.mark.parametrize("name", [7, "", ["x"], "x" * 2000], ids=str)
+def test_a_name_that_is_none_is_refused(engine: Make, name: Any) -> None:
+    p = engine("p", LOCAL)
+    assert p.prefill("r", [7], 4, transfer_id=name) is None
+    stats = p.scheduler.stats()
+    assert stats.value("kvbridge_params_refused_total", reason="malformed") == 1
 
 
 PRODUCER = """

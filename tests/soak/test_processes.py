@@ -164,8 +164,9 @@ class Soak:
     params=[(t, way) for t in ("local", "nixl") for way in ("auto", "push")], ids="-".join
 )
 def soak(request: pytest.FixtureRequest) -> Iterator[Soak]:
-    p = Engine("p", *request.param, {"tp": 2})
-    d = Engine("d", *request.param, {"tp": 1, "pp": 2})
+    transport, direction = request.param
+    p = Engine("p", transport, direction, {"tp": 2})
+    d = Engine("d", transport, direction, {"tp": 1, "pp": 2})
     yield Soak(p, d, seed=1)
     p.close()
     d.close()

@@ -1,0 +1,236 @@
+"""Loads between two engines by native reads, by served reads and by push, in the same runs.
+
+Two processes, an engine of one rank in each for every way, and whole loads through the connectors:
+from the step in which a load begins to the one that reports it. Blocks lie scattered on both sides.
+The ways take turns, each first in some runs; a ratio above 1 means that push is faster.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+
+from kvbridge.bench import Quartiles, quartiles
+from kvbridge.connector import Request, scheduler_connector, worker_connector
+from kvbridge.handshake import hand_over
+from kvbridge.model import (
+    CacheGroup,
+    RankCache,
+    TransferTopology,
+    attention_layer,
+    memory_region,
+)
+
+WAIT_S = 60.0
+TOKENS, HEADS = 16, 4
+BLOCKS = (16 << 10, 64 << 10, 256 << 10, 1 << 20)
+WAYS: dict[str, dict[str, Any]] = {
+    "native reads": {"direction": "pull", "options": {"read_mode": "native"}},
+    "served reads": {"direction": "pull", "options": {"read_mode": "served"}},
+    "push": {"direction": "push", "options": {"read_mode": "native"}},
+}
+
+
+class Engine:
+    """One rank, with a cache of blocks of some size."""
+
+    def __init__(
+        self, engine_id: str, config: dict[str, Any], block_nbytes: int, count: int
+    ) -> None:
+        """Register the cache, and serve its metadata."""
+        content = block_nbytes // (2 * TOKENS * HEADS * 4)
+        self.memory: NDArray[np.float32] = np.zeros((count, 2, TOKENS, HEADS, content), np.float32)
+        layer = attention_layer(
+            self.memory, axes="BKNHC", layer=0, name="layer", unit_start=0, unit_total=HEADS
+        )
+        cache = RankCache(
+            engine_id,
+            0,
+            0,
+            (layer,),
+            (CacheGroup("attention", TOKENS),),
+            (memory_region(self.memory),),
+        )
+        topology = TransferTopology(
+            tp_rank=0,
+            tp_size=1,
+            block_size=TOKENS,
+            engine_id=engine_id,
+            is_mla=False,
+            is_mamba=False,
+            total_num_kv_heads=HEADS,
+        )
+        self.scheduler = scheduler_connector(config, engine_id=engine_id)
+        self.worker = worker_connector(config, topology, model="m")
+        self.worker.register_kv_caches(cache)
+        metadata = self.worker.get_handshake_metadata()
+        if metadata is not None:
+            hand_over(self.scheduler, {metadata.rank: metadata})
+
+    def step(self) -> dict[str, Any]:
+        """Do what a step does around the forward pass; return what has been loaded."""
+        self.worker.start_load_kv(self.scheduler.build_connector_meta())
+        report = self.worker.get_finished()
+        self.scheduler.update_connector_output(report)
+        return dict(report.loaded)
+
+    def offer(self, request_id: str, blocks: list[int]) -> dict[str, Any]:
+        """Finish a prefill."""
+        tokens = len(blocks) * TOKENS
+        request = Request(request_id, tokens, tokens, {"do_remote_decode": True})
+        _, params = self.scheduler.request_finished(request, (tuple(blocks),))
+        return params or {}
+
+    def load(self, request_id: str, blocks: list[int], params: dict[str, Any]) -> float:
+        """Load a request; return the seconds that it took."""
+        request = Request(request_id, len(blocks) * TOKENS, params=params)
+        tokens, _ = self.scheduler.get_num_new_matched_tokens(request, 0)
+        self.scheduler.update_state_after_alloc(request, (tuple(blocks),), tokens or 0)
+        start = time.perf_counter()
+        while time.perf_counter() < start + WAIT_S:
+            loaded = self.step()
+            if request_id in loaded:
+                if not loaded[request_id].ok:
+                    raise SystemExit(f"a load failed: {loaded[request_id].error}")
+                seconds = time.perf_counter() - start
+                self.scheduler.request_finished(request, (tuple(blocks),))
+                return seconds
+            time.sleep(50e-6)
+        raise SystemExit(f"no load ended within {WAIT_S:g} s")
+
+    def close(self) -> None:
+        """Give everything back."""
+        self.worker.shutdown()
+        self.scheduler.shutdown()
+
+
+def config_of(transport: str, way: str) -> dict[str, Any]:
+    """Return the configuration of an engine; a network of TCP alone is the transport's to make."""
+    options = dict(WAYS[way]["options"])
+    if transport == "ucx":
+        options["tls"] = "tcp"
+    return {"transport": transport, "direction": WAYS[way]["direction"], "options": options}
+
+
+def give(pipe: Connection, transport: str, block_nbytes: int, count: int) -> None:
+    """Be the engines that have the blocks, whatever way they are loaded."""
+    engines = {
+        # What pulls elsewhere is given to here by an engine that would push, too.
+        way: Engine(
+            f"p {way}", {**config_of(transport, way), "direction": "auto"}, block_nbytes, count
+        )
+        for way in WAYS
+    }
+    for engine in engines.values():
+        engine.memory[:] = np.arange(count, dtype=np.float32)[:, None, None, None, None]
+    pipe.send("ready")
+    while True:
+        while not pipe.poll():
+            for engine in engines.values():
+                engine.step()
+            time.sleep(50e-6)
+        asked = pipe.recv()
+        if asked is None:
+            break
+        way, request_id, blocks = asked
+        pipe.send(engines[way].offer(request_id, blocks))
+        engines[way].step()
+    for engine in engines.values():
+        engine.close()
+
+
+def measure(transport: str, block_nbytes: int, nbytes: int, runs: int) -> dict[str, list[float]]:
+    """Return the seconds of each way's loads."""
+    count = max(nbytes // block_nbytes, 4)
+    here, there = multiprocessing.get_context("spawn").Pipe()
+    process = multiprocessing.get_context("spawn").Process(
+        target=give, args=(there, transport, block_nbytes, count), daemon=True
+    )
+    process.start()
+    if here.recv() != "ready":
+        raise SystemExit("the other process did not start")
+    engines = {
+        way: Engine(f"d {way}", config_of(transport, way), block_nbytes, count) for way in WAYS
+    }
+    rng = np.random.default_rng(1)
+    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+    for run in range(-1, runs):  # the first one meets, and does not count
+        ways = list(WAYS)
+        for way in ways[run % len(ways) :] + ways[: run % len(ways)]:
+            theirs, ours = (rng.permutation(count).tolist() for _ in range(2))
+            request_id = f"{run}"
+            here.send((way, request_id, theirs))
+            took_s = engines[way].load(request_id, ours, here.recv())
+            memory = engines[way].memory
+            if not (memory[ours] == np.array(theirs, np.float32)[:, None, None, None, None]).all():
+                raise SystemExit(f"{way}: wrong bytes")
+            memory[:] = -1
+            if run >= 0:
+                seconds[way].append(took_s)
+    here.send(None)
+    for engine in engines.values():
+        engine.close()
+    process.join(10)
+    return seconds
+
+
+def main() -> None:
+    """Measure, and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--transports", nargs="*", default=["nixl", "ucx"])
+    parser.add_argument("--runs", type=int, default=12)
+    parser.add_argument("--mib", type=int, default=32, help="of each load")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    os.environ["UCX_TLS"] = "tcp"
+    found: list[dict[str, Any]] = []
+    for transport in options.transports:
+        for block_nbytes in BLOCKS:
+            nbytes = options.mib << 20
+            seconds = measure(transport, block_nbytes, nbytes, options.runs)
+            ratios: dict[str, Quartiles] = {
+                way: quartiles([a / b for a, b in zip(seconds[way], seconds["push"], strict=True)])
+                for way in ("native reads", "served reads")
+            }
+            gbps = {way: nbytes / quartiles(seconds[way]).median / 1e9 for way in WAYS}
+            found.append(
+                {
+                    "transport": transport,
+                    "block_nbytes": block_nbytes,
+                    "gb_per_s": gbps,
+                    "push_against": {way: list(each) for way, each in ratios.items()},
+                }
+            )
+    if options.json:
+        print(json.dumps(found, indent=2))
+        return
+    table = Table(
+        "transport",
+        "block",
+        *(f"{way}, GB/s" for way in WAYS),
+        "push / native reads",
+        "push / served reads",
+    )
+    for each in found:
+        table.add_row(
+            each["transport"],
+            f"{each['block_nbytes'] >> 10} KiB",
+            *(f"{each['gb_per_s'][way]:.2f}" for way in WAYS),
+            *(
+                f"{q[1]:.2f} ({q[0]:.2f}-{q[2]:.2f})"
+                for q in (each["push_against"][way] for way in ("native reads", "served reads"))
+            ),
+        )
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
