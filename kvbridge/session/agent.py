@@ -46,6 +46,7 @@ from kvbridge.session.session import (
     generation_of,
     memory_of,
     open_session,
+    told_by,
 )
 from kvbridge.session.transfer import SourceStats, Transfer
 from kvbridge.session.wants import Wants, blocks_of, tables_of
@@ -827,7 +828,7 @@ class RankAgent:
             self._submit_part("read", session, transfer, session.peers[source.rank], *pieces)
 
     def _tell(self, session: Session, request_id: str, *, ok: bool) -> None:
-        for rank, peer in session.peers.items():
+        for rank in told_by(session.plan):  # and no rank that we only give to
             release = Release(
                 request_id=request_id,
                 engine_id=self._local.engine_id,
@@ -836,7 +837,7 @@ class RankAgent:
                 readers=session.plan.readers[rank],
                 ok=ok,
             )
-            self._notify(peer, encode(release))
+            self._notify(session.peers[rank], encode(release))
 
     def _notify(self, peer: Peer, payload: bytes) -> bool:
         """Send a note; whether that could be done."""

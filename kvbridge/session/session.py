@@ -85,6 +85,11 @@ class Session:
         return plan
 
 
+def told_by(plan: EngineTransferPlan) -> list[Rank]:
+    """Return the ranks of the other engine that this rank has to do with."""
+    return sorted({*(source.rank for source in plan.sources), *plan.notify_only})
+
+
 def open_session(
     topology: TransferTopology,
     local: RankCache,
@@ -132,11 +137,11 @@ def open_session(
         topology, local, caches, local_engine=local_engine, direction=direction
     )
     session = known or Session(first.engine_id, first.incarnation, generation_of(metadata))
-    told = {source.rank for source in plan.sources} | set(plan.notify_only)
-    memory = {rank: memory_of(caches[rank].regions, caches[rank].where) for rank in sorted(told)}
+    told = told_by(plan)
+    memory = {rank: memory_of(caches[rank].regions, caches[rank].where) for rank in told}
     added: dict[Rank, Peer] = {}
     try:
-        for rank in sorted(told - session.peers.keys()):
+        for rank in [rank for rank in told if rank not in session.peers]:
             added[rank] = transport.add_peer(
                 bodies[rank].agent_info,
                 (*caches[rank].regions, *filter(None, [bodies[rank].leases])),

@@ -53,14 +53,14 @@ class Rank:
 def make_rank(
     transport: Transport, engine_id: str, *, tp_rank: int = 0, tp_size: int = 1, **changes: Any
 ) -> Rank:
-    heads = HEADS // tp_size
+    heads = HEADS if changes.get("replicated") else HEADS // tp_size
     memory = np.full((PAGES, 2, PAGE, heads, CONTENT), -1, np.float32)
     layer = attention_layer(
         memory,
         axes="BKNHC",
         layer=0,
         name=changes.get("name", "layers.0"),
-        unit_start=tp_rank * heads,
+        unit_start=0 if changes.get("replicated") else tp_rank * heads,
         unit_total=HEADS,
     )
     cache = RankCache(
@@ -141,6 +141,30 @@ def test_a_request_moves_and_both_producers_are_told(rank: MakeRank) -> None:
     assert (untouched == -1).all()
     assert (consumer.memory[2][:, 2:] == -1).all()
     assert [released(producer) for producer in producers] == [("r",), ("r",)]
+
+
+def test_ranks_that_are_only_given_to_are_not_told_of_what_was_read(rank: MakeRank) -> None:
+    """Three replicas read from two in another way than they would write to them."""
+    theirs = [rank("p", tp_rank=t, tp_size=2, replicated=True) for t in range(2)]
+    ours = [rank("d", tp_rank=t, tp_size=3, replicated=True) for t in range(3)]
+    published = {key: value for each in theirs for key, value in each.metadata.items()}
+    mine = {key: value for each in ours for key, value in each.metadata.items()}
+    for each in ours:
+        each.agent.share_engine(mine)
+        for direction in ("read", "write"):
+            each.agent.connect(published, direction=direction)  # type: ignore[arg-type]
+    extra = [each for each in ours if len(each.agent.sessions["p"].peers) > 1]
+    assert extra
+    for each in theirs:
+        each.agent.hold("r")
+    for each in extra:
+        plan = each.agent.sessions["p"].plan
+        (told,) = {source.rank for source in plan.sources} | set(plan.notify_only)
+        each.agent.decline("p", "r")
+        (untold,) = (p for p in theirs if p.cache.rank != told)
+        for _ in range(20):
+            each.agent.poll()
+            assert untold.agent.poll().released == ()
 
 
 def test_zero_tokens_move_nothing_and_the_producer_is_told(rank: MakeRank) -> None:
