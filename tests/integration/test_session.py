@@ -152,7 +152,7 @@ def test_ranks_that_are_only_given_to_are_not_told_of_what_was_read(rank: MakeRa
     for each in ours:
         each.agent.share_engine(mine)
         for direction in ("read", "write"):
-            each.agent.connect(published, direction=direction)  # type: ignore[arg-type]
+            each.agent.connect(published, direction=direction)
     extra = [each for each in ours if len(each.agent.sessions["p"].peers) > 1]
     assert extra
     for each in theirs:

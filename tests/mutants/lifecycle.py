@@ -1,7 +1,6 @@
-"""Bugs of the life cycle of requests, to be planted one at a time: does the simulator find them?"""
+"""Bugs of the life cycle of requests."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +14,8 @@ from kvbridge.connector.step import Load
 from kvbridge.connector.values import WorkerReport
 from kvbridge.connector.worker import BridgeWorker
 from kvbridge.handshake import Release
+from kvbridge.model import Rank
+from kvbridge.plan import EngineTransferPlan
 from kvbridge.session import (
     Cause,
     Introductions,
@@ -22,38 +23,11 @@ from kvbridge.session import (
     RankAgent,
     ReleaseBook,
     Transfer,
+    agent,
 )
 from kvbridge.session.leases import LeaseTable
-from kvbridge.transport import Handle, State
-
-Plant = Callable[[pytest.MonkeyPatch], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Bug:
-    """A bug.
-
-    Attributes:
-        plant: Puts it in the place of what is right.
-        breaks: A part of the rule that is broken, one of several.
-    """
-
-    plant: Plant
-    breaks: tuple[str, ...] = field(default=())
-
-
-BUGS: dict[str, Bug] = {}
-
-
-def bug(*breaks: str) -> Callable[[Plant], Plant]:
-    """List a bug."""
-
-    def listed(plant: Plant) -> Plant:
-        BUGS[plant.__name__] = Bug(plant, breaks)
-        return plant
-
-    return listed
-
+from kvbridge.transport import State
+from tests.mutants.bugs import bug, changed
 
 # --- the producer: when are blocks free? ----------------------------------------------------------
 
@@ -61,7 +35,7 @@ def bug(*breaks: str) -> Callable[[Plant], Plant]:
 @bug("until every reader is done")
 def frees_after_the_first_reader(patch: pytest.MonkeyPatch) -> None:
     def report(self: ReleaseBook, release: Release) -> bool:
-        return sound(self, _with(release, readers=1))
+        return sound(self, changed(release, readers=1))
 
     sound = ReleaseBook.report
     patch.setattr(ReleaseBook, "report", report)
@@ -75,7 +49,7 @@ def counts_reports_and_not_readers(patch: pytest.MonkeyPatch) -> None:
     def report(self: ReleaseBook, release: Release) -> bool:
         nonlocal count
         count += 1
-        return sound(self, _with(release, rank=(0, count)))
+        return sound(self, changed(release, rank=(0, count)))
 
     sound = ReleaseBook.report
     patch.setattr(ReleaseBook, "report", report)
@@ -85,7 +59,7 @@ def counts_reports_and_not_readers(patch: pytest.MonkeyPatch) -> None:
 def adds_up_readers_of_several_engines(patch: pytest.MonkeyPatch) -> None:
     def report(self: ReleaseBook, release: Release) -> bool:
         rank = (hash((release.engine_id, release.rank[0])), release.rank[1])
-        return sound(self, _with(release, engine_id="", incarnation="", rank=rank))
+        return sound(self, changed(release, engine_id="", incarnation="", rank=rank))
 
     sound = ReleaseBook.report
     patch.setattr(ReleaseBook, "report", report)
@@ -112,13 +86,16 @@ def names_requests_alike_each_time(patch: pytest.MonkeyPatch) -> None:
 
 @bug("before its blocks are free")
 def forgets_to_revoke_when_all_have_read(patch: pytest.MonkeyPatch) -> None:
-    def heard(self: RankAgent, payload: bytes) -> Iterator[str]:
-        with pytest.MonkeyPatch.context() as now:
-            now.setattr(RankAgent, "_revoke", lambda self, request_id: None)
-            yield from sound(self, payload)
+    def poll(self: RankAgent) -> Any:
+        revoke = LeaseTable.revoke
+        LeaseTable.revoke = lambda self, lease: None  # type: ignore[method-assign]
+        try:
+            return sound(self)
+        finally:
+            LeaseTable.revoke = revoke  # type: ignore[method-assign]
 
-    sound = RankAgent._heard
-    patch.setattr(RankAgent, "_heard", heard)
+    sound = RankAgent.poll
+    patch.setattr(RankAgent, "poll", poll)
 
 
 @bug("before its blocks are free")
@@ -188,8 +165,8 @@ def calls_a_late_transfer_quiet(patch: pytest.MonkeyPatch) -> None:
 def ends_with_the_first_read_that_failed(patch: pytest.MonkeyPatch) -> None:
     """Report B39: a sibling still writes."""
 
-    def settle(self: Transfer, handle: Handle, state: State, reason: str) -> None:
-        sound(self, handle, state, reason)
+    def settle(self: Transfer, part: Any, state: State, *why: Any) -> None:
+        sound(self, part, state, *why)
         if state is not State.DONE:
             self.pending.clear()
 
@@ -199,13 +176,13 @@ def ends_with_the_first_read_that_failed(patch: pytest.MonkeyPatch) -> None:
 
 @bug("its own bytes")
 def takes_a_failed_read_for_a_good_one(patch: pytest.MonkeyPatch) -> None:
-    def settle(self: Transfer, handle: Handle, state: State, reason: str) -> None:
-        self.pending.discard(handle)
+    def settle(self: Transfer, part: Any, *_: Any) -> None:
+        self.pending.discard(part)
 
     patch.setattr(Transfer, "settle", settle)
 
 
-@bug("can touch it", "its own bytes")
+@bug("can touch it", "its own bytes", "before its blocks are free")
 def counts_a_load_that_one_rank_has_not_ended(patch: pytest.MonkeyPatch) -> None:
     def init(self: ReportGatherer, ranks: Any) -> None:
         ranks = sorted(ranks)
@@ -219,9 +196,9 @@ def counts_a_load_that_one_rank_has_not_ended(patch: pytest.MonkeyPatch) -> None
 def forgets_the_deadline_of_those_that_wait(patch: pytest.MonkeyPatch) -> None:
     """Of those that failed before anything was read, one is never reported."""
 
-    def fail(self: Loads, load: Load, error: str, cause: Cause) -> None:
+    def fail(self: Loads, waiting: Any, error: str, cause: Cause) -> None:
         if "restarted" not in error:
-            sound(self, load, error, cause)
+            sound(self, waiting, error, cause)
 
     sound = Loads._fail
     patch.setattr(Loads, "_fail", fail)
@@ -248,17 +225,13 @@ def does_not_decline_what_was_aborted(patch: pytest.MonkeyPatch) -> None:
 
 @bug("says so")
 def does_not_tell_ranks_that_it_does_not_read(patch: pytest.MonkeyPatch) -> None:
-    def tell(self: RankAgent, session: Any, request_id: str, *, ok: bool) -> None:
-        read = {source.rank for source in session.plan.sources}
-        peers, session.peers = session.peers, {r: p for r, p in session.peers.items() if r in read}
-        sound(self, session, request_id, ok=ok)
-        session.peers = peers
+    def told_by(plan: EngineTransferPlan) -> list[Rank]:
+        return [source.rank for source in plan.sources]
 
-    sound = RankAgent._tell
-    patch.setattr(RankAgent, "_tell", tell)
+    patch.setattr(agent, "told_by", told_by)
 
 
-@bug("until every reader is done")
+@bug("until every reader is done", "without a cause")
 def says_that_it_is_done_when_it_begins(patch: pytest.MonkeyPatch) -> None:
     def pull(self: RankAgent, *args: Any, **kwargs: Any) -> Transfer:
         transfer = sound(self, *args, **kwargs)
@@ -286,16 +259,14 @@ def knows_an_engine_by_its_name_alone(patch: pytest.MonkeyPatch) -> None:
 def ignores_the_generation(patch: pytest.MonkeyPatch) -> None:
     """What is read was registered before the engine slept."""
 
-    def is_current(self: Introductions, engine_id: str, incarnation: str | None, _: int) -> bool:
-        return sound(self, engine_id, incarnation, 0)
+    def is_current(
+        self: Introductions, engine_id: str, incarnation: str | None, _: int, *others: Any
+    ) -> bool:
+        return sound(self, engine_id, incarnation, 0, *others)
 
     def add(self: Loads, load: Load, *, timeout_s: float) -> None:
-        remote = _with(load.remote, generation=0)
-        added(
-            self,
-            Load(load.request_id, remote, load.block_ids, load.start_token, load.end_token),
-            timeout_s=timeout_s,
-        )
+        remote = changed(load.remote, generation=0)
+        added(self, replace(load, remote=remote), timeout_s=timeout_s)
 
     sound, added = Introductions._is_current, Loads.add
     patch.setattr(Introductions, "_is_current", is_current)
@@ -332,12 +303,3 @@ def frees_when_the_first_connector_is_done(patch: pytest.MonkeyPatch) -> None:
 @bug("says so")
 def forgets_connectors_that_stood_by(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(BridgeConnector, "drop_standby", lambda self, load: None)
-
-
-def _with(value: Any, **changes: Any) -> Any:
-    import msgspec
-
-    return msgspec.structs.replace(value, **changes)
-
-
-__all__ = ["BUGS", "Bug"]

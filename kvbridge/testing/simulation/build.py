@@ -1,6 +1,5 @@
 """The code under test, put together with what is simulated."""
 
-from collections import deque
 from typing import TYPE_CHECKING
 
 from kvbridge.connector import BridgeConnector, Connector, MultiConnector
@@ -44,25 +43,40 @@ class Build:
         self.network = Network(world, scenario.faults)
         share_s = scenario.timeout_s / len(scenario.children)
         self._configs = {
-            name: ConnectorConfig(
+            (name, way): ConnectorConfig(
                 transport="simulated",
                 name=name,
                 role="both",
                 lease_s=scenario.lease_s,
+                lease_longest_s=scenario.lease_longest_s,
                 timeout_s=share_s,
                 handshake=HandshakeConfig(timeout_s=scenario.meet_s),
+                direction=way,
+                leases_max=scenario.slots,
             )
             for name in scenario.children
+            for way in sorted(set(scenario.ways))
         }
+
+    def _of(self, engine: "Ranks") -> dict[str, ConnectorConfig]:
+        """Return how an engine's connectors are configured."""
+        way = self.scenario.ways[engine.index]
+        return {name: self._configs[name, way] for name in self.scenario.children}
 
     def scheduler(self, engine: "Ranks") -> Connector:
         """Return an engine's scheduler half."""
         halves: dict[str, Connector] = {}
-        for i, (name, config) in enumerate(self._configs.items()):
+        for i, (name, config) in enumerate(self._of(engine).items()):
             address = EngineAddress("127.0.0.1", 10_000 + 10 * engine.index + i)
             server = SimulatedServer(self.network, address)
-            half = self.scheduler_type(config, name, engine.name, server, clock=self.world.clock)
-            half._holds._slots = deque(range(self.scenario.slots))  # so that they run out
+            half = self.scheduler_type(
+                config,
+                name,
+                engine.name,
+                server,
+                dialer=SimulatedDialer(self.network),
+                clock=self.world.clock,
+            )
             halves[name] = BridgeConnector(name, scheduler_half=half)
         return self._one_of(halves, engine)
 
@@ -71,7 +85,7 @@ class Build:
         halves: dict[str, Connector] = {}
         agents: dict[str, SimulatedAgent] = {}
         shape = engine.shape
-        for name, config in self._configs.items():
+        for name, config in self._of(engine).items():
             transport = SimulatedTransport(self.fabric, (engine.name, engine.incarnation), rank)
             transport.open()
             topology = TransferTopology(

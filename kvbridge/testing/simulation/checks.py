@@ -1,42 +1,31 @@
-"""What must hold: after each step, whenever a request ends, and when all traffic has ended.
-
-These look into the objects under test where nothing public says what they hold.
-"""
+"""What must hold of a request, whenever something of it begins or ends."""
 
 from ctypes import c_uint64
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvbridge.connector import BridgeConnector
-from kvbridge.connector.isolation import Isolation
-from kvbridge.connector.multi import MultiConnector
 from kvbridge.model import Rank
-from kvbridge.session.leases import EPOCH_BITS, SLOTS, WORD_NBYTES, LeaseTable
-from kvbridge.testing.simulation.fabric import Operation
+from kvbridge.session.leases import WORD_NBYTES
 from kvbridge.testing.simulation.jobs import Leg, Offer
 from kvbridge.testing.simulation.memory import POISON, bits
+from kvbridge.testing.simulation.operations import Operation
+from kvbridge.testing.simulation.rules import (
+    FAIR,
+    OWN,
+    PROMISED,
+    QUIET,
+    READERS,
+    REVOKED,
+    TOLD,
+)
 
 if TYPE_CHECKING:
     from kvbridge.testing.simulation.engine import Engine
-
-POLLS = 2
-"""Whole steps of an engine that an end may take after its deadline."""
+    from kvbridge.testing.simulation.plant import Plant
 
 TOLD_S = 0.3
 """How long it may take to say that blocks are not needed."""
-
-OWN = "a request that succeeds has its own bytes"
-QUIET = "no block is freed while anything can touch it"
-REVOKED = "a lease is over before its blocks are free"
-READERS = "blocks are kept until every reader is done, or their lease is over"
-DEADLINE = "everything ends before its deadline"
-ONCE = "everything ends once"
-ESCAPE = "no exception leaves a hook"
-LEFT = "at the end nothing is held"
-TOLD = "whoever needs blocks no more says so"
-RECOVERS = "once nothing goes wrong any more, every engine can load from every other"
-FAIR = "no load fails without a cause"
 
 
 def check_bytes(leg: Leg, start: int, end: int, what: str) -> None:
@@ -62,20 +51,30 @@ def check_bytes(leg: Leg, start: int, end: int, what: str) -> None:
 
 
 def check_quiet(leg: Leg, when: str) -> None:
-    """Check that nothing can write to a request's blocks any more."""
+    """Check that nothing can touch a request's blocks any more."""
     engine, mine = leg.engine, bits(leg.blocks)
-    for rank, seat in engine.seats.items():
+    for seat in engine.seats.values():
         for agent in seat.agents.values():
-            for op in agent.reading.values():
+            for op in agent.landing.values():
                 if op.lands & mine and op.target is seat.arena:
-                    engine.world.violate(
-                        QUIET,
-                        f"{when}, while rank {rank} still reads from {op.remote.where} into its "
-                        f"blocks {leg.blocks} (operation {op.number})",
-                        leg.job.number,
-                        engine.name,
-                        op.remote.where.split("/")[0],
-                    )
+                    _touched(leg, f"{when}, while {op}", op.giver.where)
+            for op in agent.own.values():
+                if not op.is_read and op.takes & mine and op.source is seat.arena:
+                    _touched(leg, f"{when}, while {op}", op.reader.where)
+            for ask in agent.asks.values():
+                if ask.lands & mine and ask.target is seat.arena and not ask.giver.dead:
+                    text = f"{when}, while {agent.where} waits for {ask.giver.where} to write"
+                    _touched(leg, f"{text} (want {ask.number})", ask.giver.where)
+
+
+def _touched(leg: Leg, text: str, where: str) -> None:
+    leg.engine.world.violate(
+        QUIET,
+        f"{text}; its blocks are {leg.blocks}",
+        leg.job.number,
+        leg.engine.name,
+        where.partition("/")[0],
+    )
 
 
 def check_given_back(leg: Leg) -> None:
@@ -101,9 +100,9 @@ def check_given_back(leg: Leg) -> None:
                     engine.name,
                 )
         for agent in () if leg.expired else seat.agents.values():
-            for op in agent.read_by.values():
+            for op in agent.taking.values():
                 given_up = op.handle.abandoned or op.dropped or op.reader.dead
-                reads = op.takes & mine and op.source is seat.arena and not given_up
+                reads = op.is_read and op.takes & mine and op.source is seat.arena and not given_up
                 if reads and serves(op, leg) and said_done(op, leg):
                     engine.world.violate(
                         READERS,
@@ -129,6 +128,42 @@ def check_told(leg: Leg) -> None:
                 engine.name,
                 reader.engine.name,
             )
+
+
+def check_promise(leg: Leg) -> None:
+    """Check that blocks were kept for as long as their readers have been told."""
+    engine = leg.engine
+    until_s = min(leg.until_s.values())
+    keeps = leg.generation == engine.generation and not engine.sleeps
+    if engine.world.now_s < until_s and keeps and not has_stalled(engine):
+        engine.world.violate(
+            PROMISED, f"it was to be kept until {until_s:.3f}", leg.job.number, engine.name
+        )
+
+
+def has_stalled(engine: "Engine") -> bool:
+    """Return whether what was renewed may have reached ranks when they had let go."""
+    return engine.world.now_s < engine.stalled_s + engine.scenario.lease_s
+
+
+def check_move(plant: "Plant", op: Operation) -> None:
+    """Check that nobody begins to read what he has said that he is done with."""
+    if not op.is_read or not op.lands:
+        return
+    name = op.owner.where.partition("/")[0]
+    reader = next(engine for engine in plant.engines if engine.name == name)
+    for leg in reader.loading.values():
+        giver = plant.giver_of(leg) if op.lands & bits(leg.blocks) else None
+        for offer in giver.offers.values() if giver is not None else ():
+            told = op.remote.told.get(offer.transfer_id, {}).get(op.owner.engine, {})
+            if told.get(op.owner.seat, -1.0) >= leg.told_s:
+                plant.world.violate(
+                    READERS,
+                    f"{op}, after it has said that it is done",
+                    leg.job.number,
+                    name,
+                    op.remote.where.partition("/")[0],
+                )
 
 
 def serves(op: Operation, giver: Leg) -> bool:
@@ -158,48 +193,27 @@ def promised(engine: "Engine", rank: Rank, child: str, offer: Offer) -> bool:
     return c_uint64.from_address(address).value == offer.epoch
 
 
-def check_deadlines(engine: "Engine") -> None:
-    """Check that nothing is late that has no reason to be."""
-    scenario, now_s = engine.scenario, engine.world.now_s
-    for leg in engine.loading.values():
-        if now_s < leg.begun_s + scenario.timeout_s:
-            continue
-        mine = bits(leg.blocks)
-        if any(
-            op.lands & mine or not op.lands
-            for seat in engine.seats.values()
-            for agent in seat.agents.values()
-            for op in agent.reading.values()
-        ):
-            leg.polls = 0  # not quiet
-            continue
-        leg.polls += 1
-        if leg.polls > POLLS:
-            engine.world.violate(
-                DEADLINE,
-                f"its load began at {leg.begun_s:.3f}, may take {scenario.timeout_s:g} s, is quiet "
-                f"and was not reported in {POLLS} steps since",
-                leg.job.number,
-                *engine.relatives(leg),
-            )
-    for leg in engine.held.values():
-        if now_s < leg.begun_s + scenario.lease_s:
-            continue
-        leg.polls += 1
-        if leg.polls > POLLS:
-            engine.world.violate(
-                DEADLINE,
-                f"its blocks are held since {leg.begun_s:.3f}, may be for {scenario.lease_s:g} s, "
-                f"and were not reported in {POLLS} steps since",
-                leg.job.number,
-                engine.name,
-            )
+def check_renewed(leg: Leg) -> None:
+    """Check that no lease has ended of a load that waited, without faults, for too long."""
+    engine, giver = leg.engine, leg.engine.plant.giver_of(leg)
+    scenario = engine.scenario
+    if giver is None or not giver.expired or not scenario.faults.calm or engine.world.rest_s:
+        return
+    in_time = leg.asked_s < giver.ended_s + scenario.lease_s / 4
+    if in_time and giver.over_s < giver.ended_s + scenario.lease_longest_s:
+        engine.world.violate(
+            FAIR,
+            f"its lease ended at {giver.over_s:.3f}, though it waits since {leg.asked_s:.3f}",
+            leg.job.number,
+            engine.name,
+            giver.engine.name,
+        )
 
 
 def check_cause(leg: Leg) -> None:
     """Check that a load failed for something that has happened."""
     engine, giver = leg.engine, leg.engine.plant.giver_of(leg)
-    if "its lease" not in leg.error:
+    if not any(words in leg.error for words in ("its lease", "kept no longer")):
         if engine.scenario.faults.calm:
             engine.world.violate(
                 FAIR, f"nothing went wrong: {leg.error}", leg.job.number, engine.name
@@ -210,7 +224,7 @@ def check_cause(leg: Leg) -> None:
     there, now_s = giver.engine, engine.world.now_s
     if not there.alive or giver.generation != there.generation:
         return
-    if "had not begun" in leg.error or now_s >= giver.told_s + there.scenario.lease_s:
+    if "had not begun" in leg.error or now_s >= min(giver.until_s.values()) or has_stalled(there):
         return
     reader = {(engine.name, engine.incarnation)}  # it lets go because it has failed
     if not any(
@@ -225,72 +239,3 @@ def check_cause(leg: Leg) -> None:
             engine.name,
             there.name,
         )
-
-
-def check_nothing_left(engine: "Engine") -> None:
-    """Check that an engine at rest holds nothing, and that none of its children has raised."""
-    left = {"blocks": engine.shape.blocks - len(engine.pool.free)}
-    for name in ("waiting", "loading", "running", "held"):
-        left[f"requests {name}"] = len(getattr(engine, name))
-    for half in _bridges(engine.scheduler):
-        left |= {f"{half.name}: {what}": n for what, n in _decided(engine, half).items()}
-    for rank, seat in engine.seats.items():
-        for half in _bridges(seat.connector):
-            held = _worked(half)
-            left |= {f"rank {rank}, {half.name}: {what}": n for what, n in held.items()}
-        if isinstance(seat.connector, MultiConnector):
-            multi = seat.connector.worker_half
-            left[f"rank {rank}: loads of its children"] = len(multi._running)
-            left[f"rank {rank}: holds of its children"] = len(multi._saving)
-    found = [f"{n} {what}" for what, n in left.items() if n]
-    if found:
-        engine.world.violate(LEFT, "; ".join(found), 0, engine.name)
-    for connector in (engine.scheduler, *(seat.connector for seat in engine.seats.values())):
-        for isolation in _isolations(connector):
-            if isolation.errors:
-                text = f"{isolation.name}: {isolation.last_error}"
-                engine.world.violate(ESCAPE, text, 0, engine.name)
-
-
-def _decided(engine: "Engine", half: BridgeConnector) -> dict[str, int]:
-    """Return what a scheduler half holds."""
-    scheduler = half.scheduler_half
-    return {
-        "lease slots": engine.scenario.slots - len(scheduler._holds._slots),
-        "holds": len(scheduler._holds),
-        "loads": len(scheduler._loading),
-        "requests that were settled": len(scheduler._settled),
-    }
-
-
-def _worked(half: BridgeConnector) -> dict[str, int]:
-    """Return what a worker half holds."""
-    worker = half.worker_half
-    agent = worker.agent
-    return {
-        "transfers": len(agent._live) + len(agent._transfers),
-        "handles in quarantine": agent.quarantined,
-        "holds": len(agent.releases.held) + len(worker._held),
-        "leases": len(agent._kept) + _promises(agent._leases),
-        "loads": len(worker._loads) if worker._loads is not None else 0,
-    }
-
-
-def _isolations(connector: object) -> list[Isolation]:
-    if not isinstance(connector, MultiConnector):
-        return []
-    halves = (connector.scheduler_half, connector.worker_half)
-    return [each for half in halves for each in half.isolation.values()]
-
-
-def _promises(leases: LeaseTable) -> int:
-    words = leases._words[:SLOTS]
-    return int(np.count_nonzero((words > 0) & (words < 1 << EPOCH_BITS)))
-
-
-def _bridges(connector: object) -> list[BridgeConnector]:
-    if isinstance(connector, MultiConnector):
-        return [
-            child for child in connector.children.values() if isinstance(child, BridgeConnector)
-        ]
-    return [connector] if isinstance(connector, BridgeConnector) else []

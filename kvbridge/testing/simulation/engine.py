@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 from kvbridge.connector import Loaded
 from kvbridge.connector.gather import ReportGatherer
 from kvbridge.model import Rank
-from kvbridge.testing.simulation import checks
+from kvbridge.testing.simulation import checks, rules
+from kvbridge.testing.simulation.deadlines import POLLS, check_deadlines
 from kvbridge.testing.simulation.jobs import Leg, Offer
 from kvbridge.testing.simulation.memory import Pool
 from kvbridge.testing.simulation.ranks import Ranks, Seat
@@ -30,6 +31,9 @@ class Engine(Ranks):
         loading: Those whose tokens are being loaded, by id.
         running: Those that are computed.
         held: Those that have ended and whose blocks are kept for readers, by id.
+        draining_s: Clock when nothing is kept any longer, since it is drained; None if it is not.
+        stalled_s: Clock when its last step of seconds has ended.
+        full_s: Clock until which nothing new has a place.
     """
 
     def __init__(self, plant: "Plant", index: int, shape: Shape, start: int) -> None:
@@ -44,6 +48,10 @@ class Engine(Ranks):
         self.held: dict[str, Leg] = {}
         self._to_wake: list[Rank] | None = None
         self._wakes_busy = False
+        self.draining_s: float | None = None
+        self.full_s = 0.0
+        self.stalled_s = -self.scenario.lease_s
+        self._polls = 0  # while it should have been drained
         self.world.note(self.name, 0, f"starts as {self.incarnation}: {shape}")
         self.world.after(self.world.rng.uniform(*STEP_S), self._step)
 
@@ -56,22 +64,24 @@ class Engine(Ranks):
         rng, world = self.world.rng, self.world
         self._wake_up()
         if self._to_wake is None:
-            self._admit()
+            if self.draining_s is None:
+                self._admit()
             self._compute()
         metadata = self.hook("build_connector_meta", self.scheduler.build_connector_meta)
         begun = [leg for leg in self.loading.values() if leg.begun_s == float("inf")]
         begun += [leg for leg in self.held.values() if leg.begun_s == float("inf")]
         for leg in begun:
-            leg.told_s = world.now_s
+            leg.told_s = min(leg.told_s, world.now_s)
         length_s = world.rest_s or rng.uniform(*STEP_S)
         if world.chance(self.scenario.faults.stall):
             length_s = rng.uniform(0.1, 1.5) * self.scenario.lease_s
+            self.stalled_s = world.now_s + length_s
             world.note(self.name, 0, f"stalls for {length_s:.3f} s")
         several = len(self.seats) > 1
         for rank, seat in self.seats.items():
             delay_s = 0.9 * length_s * rng.random() if several else 0.0
             world.after(delay_s, partial(self._work, rank, seat, metadata))
-        world.after(length_s, lambda: self._look(begun))
+        world.after(length_s, partial(self._look, begun, world.now_s))
 
     def _work(self, rank: Rank, seat: Seat, metadata: object) -> None:
         if not self.alive:
@@ -81,11 +91,12 @@ class Engine(Ranks):
         if report is not None:
             self.reports.add(rank, report)
 
-    def _look(self, begun: list[Leg]) -> None:
+    def _look(self, begun: list[Leg], since_s: float) -> None:
         if not self.alive:
             return
         for leg in begun:
             leg.begun_s = self.world.now_s
+            leg.lag_s = max(leg.lag_s, leg.begun_s - since_s)
         report = self.reports.take()
         self.hook("update_connector_output", self.scheduler.update_connector_output, report)
         for request_id in sorted(report.loaded):
@@ -93,11 +104,13 @@ class Engine(Ranks):
         for request_id in sorted(report.sent):
             self._sent(request_id, expired=request_id in report.expired)
         if self.reports.repeated:
-            self.world.violate(checks.ONCE, "a rank has reported twice", 0, self.name)
+            self.world.violate(rules.ONCE, "a rank has reported twice", 0, self.name)
         if self._to_wake is None:
             for leg in [leg for leg in self.running if leg.linger < 0]:
                 self.finish(leg)
-        checks.check_deadlines(self)
+        check_deadlines(self)
+        if self.draining_s is not None and self._is_drained(self.draining_s):
+            self.plant.ended(self)
         self.world.after(0.0, self._step)
 
     # --- scheduling ------------------------------------------------------------------------------
@@ -105,6 +118,10 @@ class Engine(Ranks):
     def add(self, leg: Leg) -> None:
         """Take a request."""
         self.waiting.append(leg)
+        giver = self.plant.giver_of(leg)
+        if giver is not None:
+            ids = [offer.transfer_id for offer in giver.offers.values()]
+            self.plant.build.network.renewals.begins(self.name, ids)
         self.world.note(self.name, leg.job.number, f"takes it: {leg.tokens} tokens, {leg.hit} here")
 
     def _admit(self) -> None:
@@ -118,7 +135,9 @@ class Engine(Ranks):
                 leg.request,
                 leg.hit,
             ) or (None, False)
-            if matched is None:
+            if matched:
+                leg.asked_s = min(leg.asked_s, self.world.now_s)
+            if matched is None or self.world.now_s < self.full_s:
                 continue
             count = -(-leg.tokens // self.shape.block_tokens)
             if not leg.decodes:
@@ -141,7 +160,7 @@ class Engine(Ranks):
             leg.computed = leg.hit
             if matched and request_id in self.loading:
                 text = f"{matched} tokens are offered while an earlier load of that name runs"
-                self.world.violate(checks.ONCE, text, number, self.name)
+                self.world.violate(rules.ONCE, text, number, self.name)
             if matched:
                 leg.state, leg.end, leg.polls = "loading", leg.hit + matched, 0
                 leg.told_s = leg.begun_s = float("inf")
@@ -202,7 +221,11 @@ class Engine(Ranks):
                 name: Offer(entry["remote_request_id"], *entry["remote_lease"])
                 for name, entry in entries.items()
             }
+            leg.ended_s = self.world.now_s
+            leg.until_s = dict.fromkeys(leg.offers, leg.ended_s + self.scenario.lease_s)
             self.held[leg.job.request_id] = leg
+            if self.draining_s is not None:
+                self.world.violate(rules.DRAINED, "it offers blocks", number, self.name)
             for name, offer in leg.offers.items():
                 for seat in self.seats.values():
                     seat.agents[name].begin(offer.transfer_id)
@@ -225,7 +248,7 @@ class Engine(Ranks):
         leg = self.loading.pop(request_id, None)
         if leg is None:
             self.world.violate(
-                checks.ONCE, f"the load of {request_id} is reported, and none runs", 0, self.name
+                rules.ONCE, f"the load of {request_id} is reported, and none runs", 0, self.name
             )
             return
         number = leg.job.number
@@ -238,6 +261,7 @@ class Engine(Ranks):
         elif not lost:
             checks.check_bytes(leg, 0, leg.hit, "what was here, after its load failed")
             checks.check_cause(leg)
+            checks.check_renewed(leg)
         if leg.aborted:
             leg.state = "over"
             self._free(leg)
@@ -258,7 +282,7 @@ class Engine(Ranks):
         leg = self.held.pop(request_id, None)
         if leg is None:
             self.world.violate(
-                checks.ONCE, f"{request_id} is reported as sent, and is not held", 0, self.name
+                rules.ONCE, f"{request_id} is reported as sent, and is not held", 0, self.name
             )
             return
         leg.expired = expired
@@ -270,6 +294,7 @@ class Engine(Ranks):
         checks.check_given_back(leg)
         if expired:
             checks.check_told(leg)
+            checks.check_promise(leg)
         checks.check_bytes(leg, 0, leg.computed, "what was held for readers")
         leg.state = "over"
         self._free(leg)
@@ -292,7 +317,41 @@ class Engine(Ranks):
         """End without a word; return what was under way."""
         self.world.note(self.name, 0, f"{self.incarnation} is killed")
         self.die()
+        return self.requests
+
+    @property
+    def requests(self) -> list[Leg]:
+        """Every request that it has."""
         return [*self.waiting, *self.loading.values(), *self.running, *self.held.values()]
+
+    def drain(self, within_s: float) -> None:
+        """Begin to end in order."""
+        if self.draining_s is not None or not self.alive:
+            return
+        self.world.note(self.name, 0, f"is drained, within {within_s:.3f} s")
+        self.hook("drain", self.scheduler.drain, within_s)
+        self.draining_s = end_s = self.world.now_s + within_s
+        for leg in self.held.values():
+            leg.until_s = {name: min(at_s, end_s) for name, at_s in leg.until_s.items()}
+
+    def _is_drained(self, end_s: float) -> bool:
+        """Whether it says that nothing is kept for others; that must be so, and in time."""
+        drained = self.hook("drained", lambda: self.scheduler.drained)
+        busy = [*self.held, *self.loading]
+        if drained and busy:
+            text = f"it says that it is drained, with {busy} loaded or held"
+            self.world.violate(rules.DRAINED, text, 0, self.name)
+        if not drained and not busy and self.world.now_s > end_s:
+            self._polls += 1
+        if self._polls > POLLS:
+            text = "nothing is held or loaded, and it does not say that it is drained"
+            self.world.violate(rules.DRAINED, text, 0, self.name)
+        return bool(drained) and self.alive
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether it is about to take another cache."""
+        return self._to_wake is not None
 
     def sleep(self, *, busy: bool) -> None:
         """Take another cache: as soon as no load is under way, or at once."""

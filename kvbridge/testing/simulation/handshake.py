@@ -5,8 +5,15 @@ from concurrent.futures import Executor, Future
 from typing import Any, TypeVar
 
 from kvbridge.errors import HandshakeError, HandshakeTimeoutError
-from kvbridge.handshake import EngineAddress, HandshakeMetadata, MetadataReply
+from kvbridge.handshake import (
+    EngineAddress,
+    HandshakeMetadata,
+    MetadataReply,
+    RenewalReply,
+    RenewalRequest,
+)
 from kvbridge.model import Rank
+from kvbridge.testing.simulation.renewals import Renewals
 from kvbridge.testing.simulation.scenario import Faults
 from kvbridge.testing.simulation.world import World
 
@@ -19,6 +26,8 @@ class Network:
     Attributes:
         replies: What is answered at each address, the latest last; nothing where nobody listens.
         past: What was answered there before the engine was restarted.
+        keeps: Who keeps blocks for longer, at each address.
+        renewals: What became of questions to keep blocks for longer.
     """
 
     def __init__(self, world: World, faults: Faults) -> None:
@@ -26,6 +35,8 @@ class Network:
         self.world, self.faults = world, faults
         self.replies: dict[EngineAddress, list[MetadataReply]] = {}
         self.past: dict[EngineAddress, list[MetadataReply]] = {}
+        self.keeps: dict[EngineAddress, SimulatedServer] = {}
+        self.renewals = Renewals(world)
 
     def answer(self, address: EngineAddress, engine_id: str) -> MetadataReply:
         """Return what is answered there.
@@ -47,6 +58,24 @@ class Network:
             raise HandshakeError(f"at {address} is engine {there!r}, not {engine_id!r}")
         return reply
 
+    def renew(self, address: EngineAddress, request: RenewalRequest) -> RenewalReply:
+        """Have blocks kept for longer.
+
+        Raises:
+            HandshakeError: A refusal, or nobody is there.
+        """
+        current, server = self.replies.get(address), self.keeps.get(address)
+        if not current or server is None or server.keep is None:
+            raise HandshakeTimeoutError(f"nobody answers at {address}")
+        there = current[-1].ranks[0]
+        if (there.engine_id, there.incarnation) != (request.engine_id, request.incarnation):
+            raise HandshakeError(f"the peer refused: it is {there.incarnation!r}")
+        if self.world.chance(self.faults.ask_fails):
+            raise HandshakeError("the peer refused: it is in no mood")
+        kept, lease_s = server.keep(request.requests)
+        self.renewals.promised(address, request, kept, lease_s)
+        return RenewalReply(tuple(kept), lease_s)
+
 
 class SimulatedServer:
     """Answers for one connector of an engine; see ``HandshakeServer``."""
@@ -57,6 +86,7 @@ class SimulatedServer:
         self.keep: Callable[[Sequence[str]], tuple[Sequence[bool], float]] | None = None
         network.past.setdefault(address, []).extend(network.replies.get(address, []))
         network.replies[address] = []
+        network.keeps[address] = self
 
     @property
     def address(self) -> EngineAddress:
@@ -74,6 +104,7 @@ class SimulatedServer:
     def close(self) -> None:
         """Listen no longer."""
         self._network.past[self._address].extend(self._network.replies.pop(self._address, []))
+        self._network.keeps.pop(self._address, None)
 
 
 class SimulatedDialer:
@@ -103,6 +134,37 @@ class SimulatedDialer:
         else:
             delay_s = min(world.rng.expovariate(100.0), timeout_s)
             world.after(delay_s, lambda: _settle(answer, network.answer, address, engine_id))
+        return answer
+
+    def renew(
+        self, address: EngineAddress | None, request: RenewalRequest, *, timeout_s: float
+    ) -> "Future[RenewalReply]":
+        """Ask one engine to keep blocks; the question may get lost, or the answer, or be late."""
+        network, world = self._network, self._network.world
+        answer: Future[RenewalReply] = Future()
+        if address is None:
+            raise HandshakeError(f"engine {request.engine_id!r} comes without an address")
+        network.renewals.asks(address, request)
+        there_s = min(world.rng.expovariate(100.0), timeout_s)
+        if world.chance(network.faults.ask_silent):
+            error = HandshakeTimeoutError(f"no answer from {address} within {timeout_s:g} s")
+            world.after(timeout_s, lambda: answer.set_exception(error))
+            if world.rng.random() < 0.5:
+                lost: Future[RenewalReply] = Future()
+                world.after(there_s, lambda: _settle(lost, network.renew, address, request))
+            return answer
+        back_s = 0.0
+        if world.chance(network.faults.ask_stale):
+            back_s = (timeout_s - there_s) * world.rng.random()
+        asked_s, said = world.now_s, Future[RenewalReply]()
+        world.after(there_s, lambda: _settle(said, network.renew, address, request))
+
+        def arrive() -> None:
+            if said.exception() is None:
+                network.renewals.hears(address, request, said.result(), asked_s)
+            _copy(said, answer)
+
+        world.after(there_s + back_s, arrive)
         return answer
 
     def close(self) -> None:

@@ -71,10 +71,14 @@ class Leg:
         error: Why it could not be loaded.
         generation: Of the engine's cache, when it got its blocks.
         told_s: Clock when its ranks were told to load it, or to hold it.
-        begun_s: Clock when the last one has done so.
+        begun_s: Clock when the last one has done so; or when it knew that it is held for longer.
+        lag_s: How long it took at most until all ranks knew of that.
+        ended_s: Clock when its blocks were offered.
+        asked_s: Clock when its engine first heard that something can be loaded for it.
         over_s: Clock when its engine was done with it.
         polls: Whole steps of the engine since it should have ended.
         offers: What its readers are told, by connector.
+        until_s: Until when that is promised to be kept, by connector.
         expired: Whether a reader did not report.
     """
 
@@ -93,9 +97,13 @@ class Leg:
     generation: int = 0
     told_s: float = float("inf")
     begun_s: float = float("inf")
+    lag_s: float = 0.0
+    ended_s: float = 0.0
+    asked_s: float = float("inf")
     over_s: float = 0.0
     polls: int = 0
     offers: dict[str, Offer] = field(default_factory=dict)
+    until_s: dict[str, float] = field(default_factory=dict)
     expired: bool = False
 
     @property

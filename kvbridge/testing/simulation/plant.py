@@ -2,12 +2,15 @@
 
 from functools import partial
 
+from kvbridge.handshake import EngineAddress
 from kvbridge.session.introductions import LONGEST_PAUSE_S
-from kvbridge.testing.simulation import checks
+from kvbridge.testing.simulation import checks, rules
 from kvbridge.testing.simulation.build import Build
+from kvbridge.testing.simulation.deadlines import LOST_S
 from kvbridge.testing.simulation.engine import Engine
 from kvbridge.testing.simulation.fabric import AN_HOUR_S
 from kvbridge.testing.simulation.jobs import Leg
+from kvbridge.testing.simulation.leftovers import check_nothing_left
 from kvbridge.testing.simulation.memory import Arena
 from kvbridge.testing.simulation.scenario import Scenario, draw_shape
 from kvbridge.testing.simulation.traffic import Traffic
@@ -35,9 +38,13 @@ class Plant:
         self._starts = 0
         self.engines = [self._start(i) for i in range(len(scenario.shapes))]
         self.traffic = Traffic(self)
+        self.build.fabric.moves = partial(checks.check_move, self)
+        self.build.network.renewals.kept = self._kept
         for i in range(len(self.engines)):
             self._plan(scenario.faults.kill, partial(self._kill, i))
             self._plan(scenario.faults.wake, partial(self._sleep, i))
+            self._plan(scenario.faults.drain, partial(self._drain, i))
+            self._plan(scenario.faults.full, partial(self._fill, i))
 
     def run(self) -> None:
         """Let the traffic run, and then everything end."""
@@ -47,12 +54,12 @@ class Plant:
             world.run(world.now_s + 1.0)
             if world.now_s > longest_s:
                 stuck = next(iter(self.traffic.open), 0)
-                world.violate(checks.DEADLINE, "a request does not end", stuck)
+                world.violate(rules.DEADLINE, "a request does not end", stuck)
         world.calm = True
         self._rest(scenario.lease_s + 4 * scenario.timeout_s + 10 * scenario.meet_s, steps=100)
         world.note("", 0, "all traffic has ended, and all leases are over")
         self.build.fabric.end_all()
-        world.run(world.now_s + 1.0)
+        self._rest(LOST_S + scenario.meet_s, steps=40)
         self._check_nothing_left()
         self._rest(LONGEST_PAUSE_S, steps=20)
         self._probe(must=False)  # what is lost may have to be used to be noticed
@@ -62,7 +69,7 @@ class Plant:
         for engine in self.engines:
             engine.shutdown()
         if self.build.fabric.pending:
-            world.violate(checks.LEFT, f"{len(self.build.fabric.pending)} operations")
+            world.violate(rules.LEFT, f"{len(self.build.fabric.pending)} operations")
 
     def _rest(self, seconds: float, *, steps: int) -> None:
         """Let time pass in a few long steps."""
@@ -87,12 +94,12 @@ class Plant:
         for probe in probes:
             if must and probe.outcome != "success":
                 text = f"a request ends as {probe.outcome!r}"
-                world.violate(checks.RECOVERS, text, probe.number, *(e.name for e in self.engines))
+                world.violate(rules.RECOVERS, text, probe.number, *(e.name for e in self.engines))
 
     def _check_nothing_left(self) -> None:
         for engine in self.engines:
             if self.world.violation is None:
-                checks.check_nothing_left(engine)
+                check_nothing_left(engine)
 
     def giver_of(self, leg: Leg) -> Leg | None:
         """Return the leg whose blocks another one loads."""
@@ -129,6 +136,35 @@ class Plant:
 
     def _restart(self, i: int) -> None:
         self.engines[i] = self._start(i)
+
+    def _drain(self, i: int) -> None:
+        if self.world.calm:
+            return
+        self.engines[i].drain(self.world.rng.uniform(0.05, 1.5) * self.scenario.lease_s)
+        self._plan(self.scenario.faults.drain, partial(self._drain, i))
+
+    def ended(self, engine: Engine) -> None:
+        """Take note that an engine is drained: end it, and start it again."""
+        self.traffic.lost(engine.requests)
+        engine.shutdown()
+        self.world.note(engine.name, 0, f"{engine.incarnation} is drained, and ends")
+        self.world.after(self.world.rng.uniform(0.05, 1.0), partial(self._restart, engine.index))
+
+    def _fill(self, i: int) -> None:
+        if self.world.calm:
+            return
+        engine = self.engines[i]
+        engine.full_s = self.world.now_s + self.world.rng.uniform(0.5, 4.0) * self.scenario.lease_s
+        self.world.note(engine.name, 0, f"has no place until {engine.full_s:.4f}")
+        self._plan(self.scenario.faults.full, partial(self._fill, i))
+
+    def _kept(self, address: EngineAddress, engine_id: str, name: str, until_s: float) -> None:
+        """Take note of what an engine has said that it keeps."""
+        giver = self.traffic.givers.get((engine_id, name))
+        child = self.scenario.children[address.port % 10]
+        if giver is not None and giver.offers[child].transfer_id == name:
+            giver.until_s[child] = max(giver.until_s[child], until_s)
+            giver.begun_s = float("inf")  # its ranks learn of it with the next step
 
     def _sleep(self, i: int) -> None:
         if self.world.calm:

@@ -9,7 +9,7 @@ from kvbridge.connector import Connector
 from kvbridge.errors import MemoryBusyError
 from kvbridge.handshake import gather_handshake_metadata, hand_over
 from kvbridge.model import Rank
-from kvbridge.testing.simulation import checks
+from kvbridge.testing.simulation import rules
 from kvbridge.testing.simulation.jobs import Leg
 from kvbridge.testing.simulation.memory import Arena
 from kvbridge.testing.simulation.scenario import Shape
@@ -73,7 +73,7 @@ class Ranks:
         except Exception as error:  # whatever it is, it must not be
             where = traceback.extract_tb(error.__traceback__)[-1]
             self.world.violate(
-                checks.ESCAPE,
+                rules.ESCAPE,
                 f"{name} of {self.name} raised {type(error).__name__}: {error} "
                 f"({where.filename.rpartition('/')[2]}:{where.lineno})",
                 0,
@@ -94,7 +94,7 @@ class Ranks:
         except MemoryBusyError:
             return False
         except Exception as error:  # whatever it is, it must not be
-            self.world.violate(checks.ESCAPE, f"register_kv_caches raised {error!r}", 0, self.name)
+            self.world.violate(rules.ESCAPE, f"register_kv_caches raised {error!r}", 0, self.name)
         for agent in seat.agents.values():
             agent.arena = arena
         return True

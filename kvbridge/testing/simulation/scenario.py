@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, fields, replace
 from random import Random
+from typing import Literal
 
 from kvbridge.session.leases import SLOTS
 
@@ -45,26 +46,27 @@ class Faults:
     """How likely each fault is, at each occasion; of engines, how often in a second.
 
     Attributes:
-        read_slow: A read takes up to some times as long as a load may.
-        read_fails: It fails, perhaps with a part of its bytes landed.
-        read_hangs: It never ends, until its peer is dead or its engine closed.
-        read_refused: The transport says at once that the peer is lost.
+        move_slow: A read or a write takes up to some times as long as a load may.
+        move_fails: It fails, perhaps with a part of its bytes landed.
+        move_hangs: It never ends, until its peer is dead or its engine closed.
+        move_refused: The transport says at once that the peer is lost.
         zombie: Memory that is no longer registered can be read all the same.
         notice_lost: A notice does not arrive.
         notice_twice: It arrives twice.
         notice_late: It arrives seconds later.
         notice_very_late: It arrives an hour later.
         notice_garbled: It arrives as something else.
-        notice_refused: The transport says at once that the peer is lost.
+        notice_refused: The transport says at once that it could not be sent.
         ask_fails: The handshake server refuses.
         ask_silent: It does not answer.
-        ask_stale: It answers what had been published before.
+        ask_stale: It answers what had been published before; of renewals, long ago.
         join_slow: Adding a peer takes nearly as long as it may.
         join_fails: The peer cannot be added.
         kill: An engine is killed, and starts again at the same address.
         wake: An engine takes another cache.
         wake_busy: It does so though loads are on their way.
         stall: A step takes seconds.
+        drain: An engine is drained, ended in order, and started again.
         abort: A request is aborted at some time.
         never_comes: Nobody asks for what was prefilled.
         comes_late: Somebody does, after a while.
@@ -72,12 +74,13 @@ class Faults:
         again: A request that failed begins anew, under the same id.
         turns_back: A decoded request goes on to a third engine.
         preempted: A running request loses its blocks.
+        full: An engine has no place for anything new, for up to some leases.
     """
 
-    read_slow: float = 0.03
-    read_fails: float = 0.03
-    read_hangs: float = 0.004
-    read_refused: float = 0.01
+    move_slow: float = 0.03
+    move_fails: float = 0.03
+    move_hangs: float = 0.004
+    move_refused: float = 0.01
     zombie: float = 0.5
     notice_lost: float = 0.03
     notice_twice: float = 0.05
@@ -94,6 +97,7 @@ class Faults:
     wake: float = 0.05
     wake_busy: float = 0.5
     stall: float = 0.004
+    drain: float = 0.05
     abort: float = 0.06
     never_comes: float = 0.02
     comes_late: float = 0.03
@@ -101,6 +105,7 @@ class Faults:
     again: float = 0.3
     turns_back: float = 0.1
     preempted: float = 0.01
+    full: float = 0.05
 
     def drawn(self, rng: Random) -> "Faults":
         """Return some of them, all of them, or none, each as likely or more so, or less."""
@@ -110,7 +115,9 @@ class Faults:
             )
         scale = rng.choice((0.25, 0.5, 1.0))
         left_out = {
-            kind for kind in ("read", "notice", "ask", "join", "kill", "wake") if rng.random() < 0.2
+            kind
+            for kind in ("move", "notice", "ask", "join", "kill", "wake", "drain")
+            if rng.random() < 0.2
         }
         return replace(
             self,
@@ -130,8 +137,13 @@ class Faults:
         )
 
 
-CLIENTS = {"abort", "never_comes", "comes_late", "elsewhere", "again", "turns_back", "preempted"}
+CLIENTS = {
+    *("abort", "never_comes", "comes_late", "elsewhere", "again", "turns_back", "preempted"),
+    "full",
+}
 """Faults that are none of the plant's."""
+
+Way = Literal["auto", "pull", "push"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,10 +162,17 @@ class Scenario:
         open_max: Requests at a time, as a proxy would have it.
         timeout_s: How long a load may take.
         lease_s: How long blocks are kept.
+        lease_longest_s: How long in all, where they are asked for again and again.
         meet_s: How long an engine may take to answer.
         patience_s: How long a client waits.
         recompute: Whether engines compute what could not be loaded.
         faults: What goes wrong.
+        reads: Whether the transport can read.
+        writes: Whether it can write.
+        prefers_to_write: Whether it says that this is better.
+        ways: Whether each engine reads what it loads, or has it written.
+        notify_max_bytes: Largest notice; where what cannot be written may be read, long lists of
+            blocks may not fit.
     """
 
     seed: int
@@ -167,10 +186,21 @@ class Scenario:
     open_max: int
     timeout_s: float
     lease_s: float
+    lease_longest_s: float
     meet_s: float
     patience_s: float
     recompute: bool
     faults: Faults
+    reads: bool
+    writes: bool
+    prefers_to_write: bool
+    ways: tuple[Way, ...]
+    notify_max_bytes: int
+
+    @property
+    def pushes(self) -> bool:
+        """Whether any engine may have anything written."""
+        return self.writes and (self.prefers_to_write or not self.reads or "push" in self.ways)
 
     @classmethod
     def of(cls, seed: int, requests: int) -> "Scenario":
@@ -189,7 +219,14 @@ class Scenario:
             sum(shape.blocks * shape.block_tokens for shape in shapes if shape.role != idle)
             for idle in ("consumer", "producer")
         )
-        return cls(
+        lease_s = rng.choice((1.0, 2.0, 4.0)) * timeout_s
+        reads, writes = rng.choice(((True, True), (True, True), (True, False), (False, True)))
+        # Who only reads does not write for others either: then nobody may rely on being written to.
+        others: tuple[Way, ...] = ("pull", "push")
+        other = rng.choice(others[not reads : 1 + writes])
+        ways = tuple(rng.choice(("auto", other)) for _ in shapes)
+        small = reads and "push" not in ways and rng.random() < 0.5
+        drawn = cls(
             seed=seed,
             requests=requests,
             heads=heads,
@@ -200,11 +237,27 @@ class Scenario:
             rate=rng.choice((0.3, 0.5, 0.8)) * tokens / (TOKENS_MEAN * SERVED_S),
             open_max=max(8, tokens // (2 * TOKENS_MEAN)),
             timeout_s=timeout_s,
-            lease_s=rng.choice((1.0, 2.0, 4.0)) * timeout_s,
+            lease_s=lease_s,
+            lease_longest_s=rng.choice((1.5, 3.0, 6.0)) * lease_s,
             meet_s=rng.choice((0.2, 0.5)),
             patience_s=rng.choice((6.0, 12.0)),
             recompute=rng.random() < 0.5,
             faults=Faults().drawn(rng),
+            reads=reads,
+            writes=writes,
+            prefers_to_write=rng.random() < 0.6,
+            ways=ways,
+            notify_max_bytes=210 if small else 1 << 16,
+        )
+        if not drawn.faults.calm:
+            return drawn
+        # Nothing may fail here, not even loads for which two engines have to meet first.
+        factor = 2.0 * len(children)
+        return replace(
+            drawn,
+            timeout_s=factor * drawn.timeout_s,
+            lease_s=factor * drawn.lease_s,
+            lease_longest_s=factor * drawn.lease_longest_s,
         )
 
 

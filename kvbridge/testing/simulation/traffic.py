@@ -103,7 +103,10 @@ class Traffic:
         fit = [
             engine
             for engine in self.plant.engines
-            if engine.alive and engine.shape.role != but_role and engine.name not in but
+            if engine.alive
+            and engine.draining_s is None
+            and engine.shape.role != but_role
+            and engine.name not in but
         ]
         return self.world.rng.choice(fit) if fit else None
 
@@ -251,6 +254,14 @@ _REASONS = {
     "lease was over": "lease over",
     "lease had not begun": "lease not begun",
     "had not ended": "timed out",
+    "had not answered": "timed out",
+    "not ready in time": "timed out",
+    "kept no longer": "lease over",
+    "under another lease": "lease over",
+    "is not connected": "handshake failed",
+    "did not say within": "handshake failed",
+    "cannot write what": "push refused",
+    "before it had answered": "writer lost",
     "was not met": "not met in time",
     "has restarted": "restarted",
     "registered other memory": "other memory",

@@ -1,13 +1,16 @@
 """A transport that lives in virtual time: real bytes, copied when and as far as chance says."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvbridge.errors import PeerLostError, TransportError
+from kvbridge.errors import HandshakeError, PeerLostError, TransportError
+from kvbridge.handshake.messages import decode_note
 from kvbridge.model import Rank, Region
-from kvbridge.testing.simulation.fabric import Fabric, Operation, portions
+from kvbridge.testing.simulation.fabric import Fabric, portions
 from kvbridge.testing.simulation.memory import Arena
+from kvbridge.testing.simulation.operations import Ask, Operation
 from kvbridge.transport import (
     Agent,
     Availability,
@@ -44,10 +47,14 @@ class SimulatedAgent(Agent[SimulatedPeer]):
         dead: Whether its process has ended.
         known_dead_s: When others know that.
         arena: The cache that its engine has registered last.
-        told: For each request, which ranks of which engines have said that they are done with it.
+        told: For each request, when which ranks of which engines have said that they are done
+            with it.
         let_go: For each request, the engines of which all ranks have.
-        reading: Operations of its own.
-        read_by: Operations of others.
+        own: Operations of its own that are not quiet.
+        landing: Those that may write here, whoever's they are.
+        taking: Those that may read here.
+        asks: What it wants written, by number, until it has heard the answer.
+        answered: Numbers of what it has heard the answer to.
     """
 
     arena: Arena
@@ -60,10 +67,13 @@ class SimulatedAgent(Agent[SimulatedPeer]):
         self.dead = False
         self._regions: list[Region] = []
         self.known_dead_s = 0.0
-        self.told: dict[str, dict[Start, set[Rank]]] = {}
+        self.told: dict[str, dict[Start, dict[Rank, float]]] = {}
         self.let_go: dict[str, set[Start]] = {}
-        self.reading: dict[int, Operation] = {}
-        self.read_by: dict[int, Operation] = {}
+        self.own: dict[int, Operation] = {}
+        self.landing: dict[int, Operation] = {}
+        self.taking: dict[int, Operation] = {}
+        self.asks: dict[int, Ask] = {}
+        self.answered: set[int] = set()
         fabric.agents[self.name] = self
 
     def begin(self, transfer_id: str) -> None:
@@ -84,10 +94,9 @@ class SimulatedAgent(Agent[SimulatedPeer]):
         for region in regions:
             self._regions.remove(region)
 
-    def has(self, pieces: Sequence[tuple[int, int, int]]) -> bool:
-        """Whether pieces are in memory that is registered."""
-        first = pieces[0][0]
-        return any(region.address <= first < region.end for region in self._regions)
+    def has(self, address: int) -> bool:
+        """Whether an address is in memory that is registered."""
+        return any(region.address <= address < region.end for region in self._regions)
 
     def connect(self, info: bytes, table: RegionTable, deadline_s: float) -> SimulatedPeer:
         """Reach a peer, which takes a while."""
@@ -103,7 +112,7 @@ class SimulatedAgent(Agent[SimulatedPeer]):
 
     def drop(self, peer: SimulatedPeer) -> None:
         """Let go of a peer; what it is doing ends as failed, but not before it is quiet."""
-        for op in self.reading.values():
+        for op in self.own.values():
             op.dropped |= op.handle.peer is peer
 
     def lost(self, peer: SimulatedPeer) -> str:
@@ -119,21 +128,25 @@ class SimulatedAgent(Agent[SimulatedPeer]):
         remote: Descriptors,
         notification: bytes,
     ) -> None:
-        """Start a read."""
+        """Start a read or a write."""
         world = self.fabric.world
-        if world.chance(self.fabric.faults.read_refused):
+        if world.chance(self.fabric.faults.move_refused):
             raise PeerLostError(f"the connection with {peer.agent} is broken")
+        reads = handle.op == "read"
+        target, source = (
+            (self.arena, peer.remote.arena) if reads else (peer.remote.arena, self.arena)
+        )
+        from_, to = (remote, local) if reads else (local, remote)
         pieces = list(
-            zip(remote.address.tolist(), local.address.tolist(), local.nbytes.tolist(), strict=True)
+            zip(from_.address.tolist(), to.address.tolist(), local.nbytes.tolist(), strict=True)
         )
         if not pieces:
             self._events.ended(handle, State.DONE)
             return
-        target, source = self.arena, peer.remote.arena
         op = Operation(
             number=world.number(),
             handle=handle,
-            reader=self,
+            owner=self,
             remote=peer.remote,
             pieces=portions(pieces, 1 + (world.rng.random() < 0.5) + (world.rng.random() < 0.2)),
             lands=target.blocks_of((a, n) for _, a, n in pieces),
@@ -141,15 +154,19 @@ class SimulatedAgent(Agent[SimulatedPeer]):
             source=source,
             target=target,
         )
-        self.reading[op.number] = op
-        peer.remote.read_by[op.number] = op
+        self.own[op.number] = op.reader.landing[op.number] = op.giver.taking[op.number] = op
         self.fabric.launch(op)
 
     def end(self, op: Operation, error: str) -> None:
         """Tell that an operation is quiet."""
         op.over = True
-        del self.reading[op.number], op.remote.read_by[op.number], self.fabric.pending[op.number]
+        self.forget(op)
         self._events.ended(op.handle, State.FAILED if error else State.DONE, error)
+
+    def forget(self, op: Operation) -> None:
+        """Take note that an operation is quiet, without telling anybody."""
+        del self.own[op.number], op.reader.landing[op.number], op.giver.taking[op.number]
+        del self.fabric.pending[op.number]
 
     def give_up(self, op: Operation, error: str) -> None:
         """End an operation, unless it has ended."""
@@ -159,38 +176,46 @@ class SimulatedAgent(Agent[SimulatedPeer]):
     def notify(self, peer: SimulatedPeer, payload: bytes) -> None:
         """Send a notification."""
         if self.fabric.world.chance(self.fabric.faults.notice_refused):
+            self.fabric.ledger.tries(self, peer.remote, decode_note(payload))
             raise TransportError(f"the connection with {peer.agent} is broken")
         self.fabric.send(self, peer.remote, payload)
 
     def hears(self, sender: "SimulatedAgent", payload: bytes) -> None:
         """Take a notification."""
-        if not self.dead:
-            self._events.heard(sender.name, payload)
+        if self.dead:
+            return
+        with suppress(HandshakeError):  # it is garbled
+            self.fabric.ledger.hears(self, sender, decode_note(payload))
+        self._events.heard(sender.name, payload)
 
     def die(self) -> None:
-        """End without a word: bytes stop, and those who read from here learn of it later."""
+        """End without a word: bytes stop, and those who deal with it learn of it later."""
         world = self.fabric.world
         self.dead = True
         self.known_dead_s = world.now_s + world.rng.choice((0.01, 0.1, 1.0)) * world.rng.random()
-        for op in list(self.reading.values()):
+        for op in list(self.own.values()):
             op.over = True
-            del op.remote.read_by[op.number], self.fabric.pending[op.number]
-        self.reading.clear()
-        for op in list(self.read_by.values()):
-            gives_up = partial(op.reader.give_up, op, "the peer has died")
-            world.after(self.known_dead_s - world.now_s, gives_up)
+            if op.is_read:
+                self.forget(op)
+            else:
+                self.fabric.outlive(op)
+        for op in [*self.landing.values(), *self.taking.values()]:
+            if op.owner is not self:
+                gives_up = partial(op.owner.give_up, op, "the peer has died")
+                world.after(self.known_dead_s - world.now_s, gives_up)
 
     def stop(self, timeout_s: float) -> bool:
         """End in order: what was in flight is quiet."""
-        for op in list(self.reading.values()):
-            self.end(op, "the transport was closed")
+        for op in list(self.own.values()):
+            if not op.over:
+                self.end(op, "the transport was closed")
         if not self.dead:
             self.die()
         return True
 
 
 class SimulatedTransport(Driver[TransportConfig, SimulatedAgent]):
-    """Reads of simulated memory."""
+    """Reads and writes of simulated memory."""
 
     name = "simulated"
 

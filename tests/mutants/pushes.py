@@ -1,0 +1,204 @@
+"""Bugs of what is written on request, of renewed leases, and of engines that end in order."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvbridge.connector.holds import Holds
+from kvbridge.connector.renewals import Renewals
+from kvbridge.connector.scheduler import BridgeScheduler
+from kvbridge.connector.step import StepMetadata
+from kvbridge.connector.worker import BridgeWorker
+from kvbridge.handshake.messages import Given, Want, Withdrawal
+from kvbridge.session import Gifts, RankAgent, Transfer, wants
+from kvbridge.session.gifts import Gift
+from kvbridge.session.wants import Wants
+from tests.mutants.bugs import bug, changed
+
+# --- the reader -----------------------------------------------------------------------------------
+
+
+@bug("can touch it", "its own bytes")
+def frees_what_was_wanted_at_the_deadline(patch: pytest.MonkeyPatch) -> None:
+    """Whoever writes has not said that it will not."""
+
+    def withdraw(self: Wants, transfer: Transfer) -> None:
+        for wanted in [each for each in self._open.values() if each.transfer is transfer]:
+            self._settle(wanted, "nobody waits for it any more", "deadline")
+
+    patch.setattr(Wants, "withdraw", withdraw)
+
+
+@bug("can touch it", "its own bytes")
+def takes_any_answer_for_its_own(patch: pytest.MonkeyPatch) -> None:
+    """Of another number, or of another rank."""
+
+    def heard(self: Wants, sender: str, given: Given) -> None:
+        first = next((each for each in self._open.values() if not each.want.is_empty), None)
+        if first is None:
+            sound(self, sender, given)
+        else:
+            sound(self, first.peer.agent, changed(given, number=first.want.number))
+
+    sound = Wants.heard
+    patch.setattr(Wants, "heard", heard)
+
+
+@bug("can touch it", "its own bytes")
+def takes_a_lost_writer_for_quiet_at_once(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(wants, "SETTLE_S", 0.0)
+
+
+@bug("nothing is held", "before its deadline")
+def forgets_to_insist_on_an_answer(patch: pytest.MonkeyPatch) -> None:
+    """What is withdrawn is withdrawn once."""
+
+    def poll(self: Wants) -> None:
+        said = [each for each in self._open.values() if each.withdrawn and each.lost_s is None]
+        sound(self)
+        for wanted in said:
+            wanted.again_s = float("inf")
+
+    sound = Wants.poll
+    patch.setattr(Wants, "poll", poll)
+
+
+@bug("until every reader is done")
+def says_that_it_is_done_before_it_reads_instead(patch: pytest.MonkeyPatch) -> None:
+    def ended(self: RankAgent) -> Iterator[Transfer]:
+        for transfer in sound(self):
+            if transfer.must_be_read:
+                self._tell(transfer.session, transfer.request_id, ok=False)
+            yield transfer
+
+    sound = RankAgent._ended
+    patch.setattr(RankAgent, "_ended", ended)
+
+
+# --- the producer ---------------------------------------------------------------------------------
+
+
+@bug("but what was wanted")
+def carries_out_a_want_that_comes_again(patch: pytest.MonkeyPatch) -> None:
+    def heard(self: Gifts, sender: str, note: Want | Withdrawal) -> None:
+        known = self._gifts.get(note.request_id, {}).get((sender, note.number))
+        if known is not None and known.is_told:
+            self._drop(known)
+        sound(self, sender, note)
+
+    sound = Gifts.heard
+    patch.setattr(Gifts, "heard", heard)
+
+
+@bug("but what was wanted")
+def carries_out_what_was_withdrawn(patch: pytest.MonkeyPatch) -> None:
+    def heard(self: Gifts, sender: str, note: Want | Withdrawal) -> None:
+        if isinstance(note, Want):
+            sound(self, sender, note)
+
+    sound = Gifts.heard
+    patch.setattr(Gifts, "heard", heard)
+
+
+@bug("nothing is held")
+def does_not_answer_what_was_withdrawn(patch: pytest.MonkeyPatch) -> None:
+    def tell(self: RankAgent, peer: Any, given: Given) -> bool:
+        return "needs it no more" in given.reason or sound(self, peer, given)
+
+    sound = RankAgent.tell
+    patch.setattr(RankAgent, "tell", tell)
+
+
+@bug("nothing is held")
+def does_not_answer_whom_it_could_not_meet(patch: pytest.MonkeyPatch) -> None:
+    """The reader waits for an answer for ever."""
+
+    def meet(self: Gifts, gift: Gift, want: Want, now_s: float) -> None:
+        if gift.answer is None:
+            sound(self, gift, want, now_s)
+
+    sound = Gifts._meet
+    patch.setattr(Gifts, "_meet", meet)
+
+
+@bug("touches the reader's blocks no more")
+def answers_before_its_writes_have_ended(patch: pytest.MonkeyPatch) -> None:
+    def give(self: RankAgent, gift: Any, want: Want) -> None:
+        sound(self, gift, want)
+        gift.pending.clear()
+
+    sound = RankAgent.give
+    patch.setattr(RankAgent, "give", give)
+
+
+@bug("can touch it")
+def frees_what_it_is_writing(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Gifts, "is_writing", lambda self, request_id: False)
+
+
+# --- leases that are renewed ----------------------------------------------------------------------
+
+
+@bug("without a cause")
+def does_not_ask_to_keep_what_waits(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Renewals, "wait", lambda self, request_id, remote: None)
+
+
+@bug("asks no more")
+def takes_a_refused_renewal_for_a_granted_one(patch: pytest.MonkeyPatch) -> None:
+    def take(self: Renewals, question: Any) -> bool:
+        ended = sound(self, question)
+        for each in question.waiting:
+            each.due_s = min(each.due_s, self.clock() + 1.0)
+        return ended
+
+    sound = Renewals._take
+    patch.setattr(Renewals, "_take", take)
+
+
+@bug("as long as was said")
+def does_not_keep_what_it_has_renewed(patch: pytest.MonkeyPatch) -> None:
+    """The half that decides says so, and the ranks do not know."""
+
+    def begin(self: BridgeWorker, step: StepMetadata) -> None:
+        step.renewed.clear()  # type: ignore[attr-defined]
+        sound(self, step)
+
+    sound = BridgeWorker.begin
+    patch.setattr(BridgeWorker, "begin", begin)
+
+
+@bug("as long as was said")
+def renews_a_lease_that_is_nearly_over(patch: pytest.MonkeyPatch) -> None:
+    """By the time that the ranks know of it, they have ended it."""
+
+    def keep(self: Holds, transfer_ids: Any) -> Any:
+        lease_s, self._lease_s = self._lease_s, 0.0  # the margin is a part of that
+        kept, _ = sound(self, transfer_ids)
+        self._lease_s = lease_s
+        return kept, lease_s
+
+    sound = Holds.keep
+    patch.setattr(Holds, "keep", keep)
+
+
+# --- engines that end in order --------------------------------------------------------------------
+
+
+@bug("offers nothing")
+def offers_while_it_drains(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Holds, "draining", property(lambda self: False))
+
+
+@bug("as long as was said")
+def renews_beyond_its_own_end(patch: pytest.MonkeyPatch) -> None:
+    def drain(self: Holds, within_s: float) -> None:
+        self._end_s = self._clock() + within_s
+
+    patch.setattr(Holds, "drain", drain)
+
+
+@bug("drained in time")
+def is_drained_while_blocks_are_kept(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(BridgeScheduler, "drained", property(lambda self: not self._loading))
