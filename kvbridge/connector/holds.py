@@ -72,18 +72,21 @@ class Holds:
         """Whether nothing new is kept."""
         return self._end_s is not None
 
-    def grant(self, request_id: str, transfer_id: str, block_ids: BlockIds = ()) -> Lease | None:
+    def grant(
+        self, request_id: str, transfer_id: str, block_ids: BlockIds = (), num_tokens: int = 0
+    ) -> Lease | None:
         """Keep a request's blocks; None if there is no room for a promise.
 
         Args:
             request_id: Our engine's name for the request.
             transfer_id: What readers call it.
             block_ids: The blocks.
+            num_tokens: Tokens that they hold.
         """
         if not self._slots:
             return None
         lease = Lease(self._slots.popleft(), 1 + secrets.randbelow((1 << EPOCH_BITS) - 1))
-        hold = Hold(request_id, transfer_id, lease, block_ids)
+        hold = Hold(request_id, transfer_id, lease, block_ids, num_tokens)
         self._held[request_id] = hold
         self._new.append(hold)
         now_s = self._clock()

@@ -153,6 +153,7 @@ class Loads:
                 each.transfer.session.engine_id
                 for each in self._reading
                 if each.transfer.state is State.PENDING
+                and not each.waited.load.remote.is_expected  # nothing moves before it is computed
             )
             self._waiting = [each for each in self._waiting if not self._leaves(each, taken)]
 
@@ -179,6 +180,8 @@ class Loads:
                     )
             if not each.has_ended or not transfer.quiet:
                 running.append(each)
+                if each.has_ended and transfer.kind == "push" and transfer.session.lost:
+                    self._look_for(each)
                 continue
             if transfer.state is not State.DONE:
                 self._meetings.doubt(transfer.session.engine_id)
@@ -190,6 +193,13 @@ class Loads:
                 transfer.cause,
             )
         self._reading = running
+
+    def _look_for(self, each: _Reading) -> None:
+        """Meet an engine anew that may still write, to be told whether it does."""
+        known = self._agent.sessions.get(each.transfer.session.engine_id)
+        if known is each.transfer.session:
+            self._meetings.doubt(known.engine_id)
+        self._meet(each.waited.load)
 
     def take(self) -> dict[str, Loaded]:
         """Return what has ended since the last call."""
@@ -270,8 +280,10 @@ class Loads:
             return True
         if each.way is None:
             return False
-        if taken.total() < self._reads_max and taken[engine_id] < self._share:
-            taken[engine_id] += self._read(each, session, now_s)
+        has_place = taken.total() < self._reads_max and taken[engine_id] < self._share
+        if has_place or load.remote.is_expected:
+            has_begun = self._read(each, session, now_s)
+            taken[engine_id] += has_begun and not load.remote.is_expected
             return True
         if not each.is_queued:
             each.is_queued = True

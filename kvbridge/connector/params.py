@@ -194,7 +194,7 @@ def remote_request(params: Mapping[str, Any], name: str) -> RemoteRequest | None
         entry = _read(ours.children[name], _Entry, f"{where}: {KEY}.children.{name}")
     else:
         flat = dict(params)
-        if "transfer_id" in flat and "remote_block_ids" not in flat:
+        if "transfer_id" in flat and flat.get("remote_block_ids") is None:
             return _expected(_read(flat, _Expected, where), where)
         ids = flat.get("remote_block_ids")
         if isinstance(ids, list | tuple) and all(isinstance(each, int | float) for each in ids):

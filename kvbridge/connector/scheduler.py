@@ -251,19 +251,19 @@ class BridgeScheduler:
         self.not_needed(request)  # an abort before anything was allocated
         self._settled.discard(request.request_id)
         self._refused.discard(request.request_id)
-        if request.request_id in self._loading:  # given up while its blocks are written to
-            return True, None
-        self._renew_no_more(request.request_id)
-        if not params.wants_remote_decode(request.params):
-            return False, None
+        is_loading = request.request_id in self._loading
+        if not is_loading:
+            self._renew_no_more(request.request_id)
         try:
             chosen = params.chosen_id(request.params)
         except ConfigError as error:
             self._refuse(request, str(error))
-            return False, None
-        if request.aborted or not request.computed_tokens or self._cache is None:
+            return is_loading, None
+        wanted = params.wants_remote_decode(request.params) and not request.aborted
+        if is_loading or not wanted or not request.computed_tokens or self._cache is None:
+            # Given up while its blocks are written to, or of no use: who waits for it is told.
             self._never += filter(None, [chosen])
-            return False, None
+            return is_loading, None
         transfer_id, lease = chosen or f"{request.request_id}#{next(self._numbers)}", None
         reason, why = self._objection(request, block_ids, self._cache)
         if not reason and chosen is not None and not self._is_new(chosen):
@@ -271,7 +271,8 @@ class BridgeScheduler:
             why = f"its transfer_id {chosen!r:.200} has been another one's; give each its own"
             chosen = None
         if not reason:
-            lease = self._holds.grant(request.request_id, transfer_id, block_ids)
+            tokens = request.computed_tokens
+            lease = self._holds.grant(request.request_id, transfer_id, block_ids, tokens)
             if lease is None:
                 reason = "leases_max"
                 why = f"the blocks of {len(self._holds)} others are held, and {reason} is as low"

@@ -50,12 +50,14 @@ class Hold:
         transfer_id: What readers call it; no two holds have the same.
         lease: How readers see that the blocks are kept.
         block_ids: The blocks, for readers that want them written.
+        num_tokens: Tokens that they hold.
     """
 
     request_id: str
     transfer_id: str
     lease: Lease
     block_ids: BlockIds = ()
+    num_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,9 @@ def choose_way(
     prefers_push = any(each.preferred_direction == "write" for each in can)
     if not is_expected and (direction == "pull" or not (must_push or prefers_push)):
         return "pull"
-    why = "it is not to" if direction == "pull" else _why_not(agent, session, address)
+    why = (
+        "its direction here is 'pull'" if direction == "pull" else _why_not(agent, session, address)
+    )
     if not why and address is not None:
         greeting = session.greeting
         if greeting is None or (
@@ -60,8 +62,8 @@ def choose_way(
         session.greeting = None  # it may have become possible until the next one
         raise NotSupportedError(
             f"engine {session.engine_id!r} cannot write here, and "
-            + ("what is still being computed" if is_expected else f"direction {direction!r} with ")
-            + f"transport {agent.transport_name!r} leaves nothing else: {why}"
+            + ("what is still being computed" if is_expected else f"direction {direction!r}")
+            + f" with transport {agent.transport_name!r} leaves nothing else: {why}"
         )
     return "pull" if why else "push"
 

@@ -211,7 +211,7 @@ class BridgeWorker:
         now_s = self._clock()
         for hold in step.holds:
             tables = [BlockTable(ids) for ids in hold.block_ids]
-            if self.agent.hold(hold.transfer_id, hold.lease, tables):
+            if self.agent.hold(hold.transfer_id, hold.lease, tables, hold.num_tokens):
                 self._sent.add(hold.request_id)
             else:
                 self._held[hold.transfer_id] = (hold.request_id, now_s + self._config.lease_s)

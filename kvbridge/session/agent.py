@@ -11,6 +11,7 @@ import numpy as np
 
 from kvbridge.config import check_timeout
 from kvbridge.errors import (
+    BlockTableError,
     ConfigError,
     HandshakeError,
     MemoryBusyError,
@@ -100,6 +101,7 @@ class _Kept(NamedTuple):
 
     lease: Lease | None
     tables: Sequence[BlockTable]
+    num_tokens: int
 
 
 class RankAgent:
@@ -172,7 +174,7 @@ class RankAgent:
         self._transfers: dict[Handle, _Moves] = {}
         self._live: list[Transfer] = []
         self._untold: list[Transfer] = []  # ended, but others still write to them
-        self._wants = Wants(transport.notify, transport.drop_peer, clock)
+        self._wants = Wants(transport.notify, transport.drop_peer, self.peer_named, clock)
         self._digester = Digester(digesting)
         self._checks = Checks(transport.notify, self._digester, clock)
         self.releases = ReleaseBook(clock)
@@ -324,6 +326,7 @@ class RankAgent:
         )
         if known is None:
             self._sessions[session.engine_id] = session
+            self._wants.replaced(session.engine_id, session.incarnation)
         elif self._sessions.get(session.engine_id) is not known:
             for rank in session.peers.keys() - before.keys():
                 self._transport.drop_peer(session.peers[rank])
@@ -574,11 +577,17 @@ class RankAgent:
 
         Raises:
             UnknownEngineError: The engine is not connected, or not to be written to.
-            BlockTableError: The tables do not cover the range; nothing was started.
+            BlockTableError: The tables do not cover the range, or not all of it has been computed;
+                nothing was started.
             ConfigError: Another promise is meant than that for the request that is held.
         """
         session = self._session(want.engine_id)
         kept = self._kept_under(want.request_id, want.epoch)
+        if want.end_token > kept.num_tokens:
+            raise BlockTableError(
+                f"tokens [{want.start_token}, {want.end_token}) are wanted, {kept.num_tokens} have "
+                "been computed; give the reader their number as remote_num_tokens"
+            )
         batches = session.plan_to("write").lower(
             kept.tables,
             tables_of(want.blocks),
@@ -604,6 +613,7 @@ class RankAgent:
         request_id: str,
         lease: Lease | None = None,
         tables: Sequence[BlockTable] = (),
+        num_tokens: int = 0,
     ) -> bool:
         """Keep a request's blocks for its readers, and promise it where they can see it.
 
@@ -611,6 +621,7 @@ class RankAgent:
             request_id: The request, by our name for it.
             lease: The promise, the same on all ranks of the engine.
             tables: The blocks, for readers that want them written.
+            num_tokens: Tokens that they hold, from the first one on; no more are ever written.
 
         Returns:
             Whether all readers had reported already, so that the blocks are free at once.
@@ -619,7 +630,7 @@ class RankAgent:
             return True
         if lease is not None:
             self._leases.grant(lease)
-        self._kept[request_id] = _Kept(lease, tables)
+        self._kept[request_id] = _Kept(lease, tables, num_tokens)
         return False
 
     def is_held(self, request_id: str) -> bool:
@@ -851,7 +862,8 @@ class RankAgent:
 
     def peer_named(self, agent: str) -> Peer | None:
         """Return a connected rank by the name of its agent."""
-        peers = (peer for session in self._sessions.values() for peer in session.peers.values())
+        sessions = list(self._sessions.values())  # others may be joined meanwhile
+        peers = (peer for session in sessions for peer in session.peers.values())
         return next((peer for peer in peers if peer.agent == agent), None)
 
     def tell(self, peer: Peer, answer: Given | Digests) -> bool:

@@ -17,6 +17,7 @@ from kvbridge.session.agent import RankAgent
 from kvbridge.session.causes import Cause, cause_of
 from kvbridge.session.introductions import Introduction, Introductions
 from kvbridge.session.readers import REASON_MAX, Asker, Readers
+from kvbridge.session.wants import FRESH_S
 from kvbridge.transport import Handle, State
 
 WANTS_MAX = 4096
@@ -35,6 +36,7 @@ class Gift:
         request_id: The request, by our name for it.
         want: What it asked for; None if only a withdrawal has come.
         since_s: Clock when it was heard.
+        heard_s: Clock when it was heard last.
         introduction: How far we have come with the reader's engine.
         meet_s: Clock before which that is not asked for again.
         nbytes: Bytes to write.
@@ -50,6 +52,7 @@ class Gift:
     request_id: str
     want: Want | None
     since_s: float
+    heard_s: float
     introduction: Introduction | None = None
     meet_s: float = 0.0
     nbytes: int = 0
@@ -135,13 +138,16 @@ class Gifts:
         gift = self._gifts.setdefault(note.request_id, {}).get(asker)
         if gift is None:
             want = note if isinstance(note, Want) else None
-            gift = Gift(asker, note.request_id, want, self._clock())
+            now_s = self._clock()
+            gift = Gift(asker, note.request_id, want, now_s, now_s)
             self._gifts[note.request_id][asker] = gift
             self._live.append(gift)
         elif gift.is_told:  # the answer was lost
             gift.is_told = False
             self._idle.pop(gift, None)
             self._live.append(gift)
+        if isinstance(note, Want):
+            gift.heard_s = self._clock()
         if gift.want is None and isinstance(note, Want):
             gift.want = note  # too late, but it says where the answer goes
         if isinstance(note, Withdrawal) and not gift.has_begun:
@@ -207,14 +213,20 @@ class Gifts:
         elif want.epoch is None and self._was_given(gift):
             gift.fail("a request of that name has been written there before", "refused")
         elif self._agent.is_held(want.request_id):
-            try:
-                self._agent.give(gift, want)
-            except KVBridgeError as error:
-                gift.fail(str(error), cause_of(error))
+            self._give(gift, want, now_s)
         elif self._agent.releases.is_over(want.request_id):
             gift.fail(NOT_KEPT, "lease")
         if not gift.has_begun and now_s >= gift.since_s + want.timeout_s:
             gift.fail("it was not ready in time", "deadline")
+
+    def _give(self, gift: Gift, want: Want, now_s: float) -> None:
+        """Begin to write, if the reader still wants it: one that cannot ask any more may not."""
+        if now_s > gift.heard_s + FRESH_S:
+            return
+        try:
+            self._agent.give(gift, want)
+        except KVBridgeError as error:
+            gift.fail(str(error), cause_of(error))
 
     def _was_given(self, gift: Gift) -> bool:
         """Whether its reader has been given that request; who knows no lease has no other fence."""

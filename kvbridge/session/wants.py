@@ -4,8 +4,8 @@ A producer rank that is asked to write answers once it touches the reader's bloc
 written, or it will not. Until then nobody else may have them, so what nobody waits for any more is
 *withdrawn*, and only the answer to that gives the blocks back. Questions are repeated until they
 are answered, so that no lost message costs more than a moment; an answer that comes twice changes
-nothing. A producer that is gone does not write: then the blocks are quiet after a pause, in which
-what it had sent before may still arrive.
+nothing. A producer that is gone does not write. That it is gone is certain once its engine has been
+met in another start; where it only cannot be reached, it is looked for until it must have stopped.
 """
 
 import itertools
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvbridge.errors import NotSupportedError, PeerLostError, TransportError
+from kvbridge.errors import BlockTableError, NotSupportedError, PeerLostError, TransportError
 from kvbridge.handshake.messages import Blocks, Given, Want, Withdrawal
 from kvbridge.handshake.wire import encode
 from kvbridge.model import Rank
@@ -23,9 +23,13 @@ from kvbridge.session.causes import Cause, cause_told
 from kvbridge.session.transfer import SourceStats, Transfer
 from kvbridge.transport import Peer, State
 
-AGAIN_S, AGAIN_LONGEST_S = 0.5, 5.0
+AGAIN_S, AGAIN_LONGEST_S = 0.5, 2.0
+FRESH_S = 5.0
+"""A producer begins to write only what it was asked for no longer ago."""
+LOST_S = 2 * FRESH_S
+"""One that cannot be reached for so long does not write: it begins nothing after half of that."""
 SETTLE_S = 1.0
-"""So long after the loss of a producer bytes of it may still arrive; drivers say 0.1 to 0.5."""
+"""So long after the end of a producer bytes of it may still arrive; drivers say 0.1 to 0.5."""
 
 
 @dataclass(slots=True, eq=False)
@@ -41,7 +45,8 @@ class _Wanted:
         again_s: Clock when it is asked again.
         pause_s: How long after the last time; a list of blocks may be long.
         withdrawn: Whether nobody waits for it any more.
-        lost_s: Clock when that rank was found to be gone; None while it is not.
+        quiet_s: Clock when that rank, which cannot be reached, does not write any more; None while
+            it can.
         insists: Whether that has been said before.
         orphaned: Whether the engine was dropped, and the peer is to be dropped at the end.
     """
@@ -55,7 +60,7 @@ class _Wanted:
     pause_s: float = AGAIN_S
     withdrawn: bool = False
     insists: bool = False
-    lost_s: float | None = None
+    quiet_s: float | None = None
     orphaned: bool = False
 
 
@@ -70,6 +75,7 @@ class Wants:
         self,
         send: Callable[[Peer, bytes], None],
         drop: Callable[[Peer], None],
+        find: Callable[[str], Peer | None],
         clock: Callable[[], float],
     ) -> None:
         """Ask nothing yet.
@@ -77,9 +83,10 @@ class Wants:
         Args:
             send: Sends a notification; raises TransportError.
             drop: Lets a peer go.
+            find: Returns a connected rank by the name of its agent.
             clock: Seconds that never run backwards.
         """
-        self._send, self._drop, self._clock = send, drop, clock
+        self._send, self._drop, self._find, self._clock = send, drop, find, clock
         self._numbers = itertools.count(1)
         self._open: dict[int, _Wanted] = {}
         self.ignored = 0
@@ -122,7 +129,7 @@ class Wants:
                 self._settle(wanted, "nobody waits for it any more", "deadline")
             elif not wanted.withdrawn:
                 wanted.withdrawn = True
-                if wanted.lost_s is None:
+                if wanted.quiet_s is None:
                     wanted.again_s = self._clock()
 
     def heard(self, sender: str, given: Given) -> None:
@@ -152,9 +159,11 @@ class Wants:
         """Ask again for what is due, and end what those who are gone will not write."""
         now_s = self._clock()
         for wanted in [each for each in self._open.values() if each.again_s <= now_s]:
-            if wanted.lost_s is not None:
-                reason = f"rank {wanted.rank} of the engine was lost before it had answered"
-                self._settle(wanted, reason, "transport")
+            if wanted.quiet_s is not None and not self._has_come_back(wanted):
+                wanted.again_s = min(now_s + AGAIN_S, wanted.quiet_s)
+                if now_s >= wanted.quiet_s:
+                    reason = f"rank {wanted.rank} of the engine was lost before it had answered"
+                    self._settle(wanted, reason, "transport")
                 continue
             notes = self._questions(wanted)
             wanted.pause_s = min(2 * wanted.pause_s, AGAIN_LONGEST_S)
@@ -178,27 +187,42 @@ class Wants:
         return (withdrawal, want)
 
     def orphan(self, peers: Sequence[Peer]) -> list[Peer]:
-        """Take over peers that are to be dropped, as far as they have not answered yet.
-
-        A peer whose loss its transport does not tell of counts as lost from now on: its engine has
-        been replaced by another start.
-        """
-        now_s = self._clock()
+        """Take over peers that are to be dropped, as far as they have not answered yet."""
         kept = []
         for wanted in list(self._open.values()):  # this may come from a thread that joins
             if wanted.peer in peers:
                 wanted.orphaned = True
                 kept.append(wanted.peer)
-                if wanted.peer.capabilities.peer_loss == "none":
-                    wanted.lost_s, wanted.again_s = now_s, now_s + SETTLE_S
         return kept
 
+    def replaced(self, engine_id: str, incarnation: str) -> None:
+        """Take note that an engine is there in another start: the ones before do not write."""
+        now_s = self._clock()
+        for wanted in list(self._open.values()):  # this may come from a thread that joins
+            session = wanted.transfer.session
+            if session.engine_id == engine_id and session.incarnation != incarnation:
+                at_most_s = now_s + SETTLE_S
+                quiet_s = at_most_s if wanted.quiet_s is None else min(wanted.quiet_s, at_most_s)
+                wanted.quiet_s = wanted.again_s = quiet_s
+
     def _is_lost(self, wanted: _Wanted, error: TransportError) -> None:
-        """Take note that a peer is gone; after any other error it is asked again."""
+        """Take note that a peer cannot be reached; after any other error it is asked again.
+
+        That is no proof that it is gone: a connection may break while the other direction holds.
+        """
         if isinstance(error, PeerLostError):
             now_s = self._clock()
             wanted.transfer.session.lost = True
-            wanted.lost_s, wanted.again_s = now_s, now_s + SETTLE_S
+            wanted.quiet_s, wanted.again_s = now_s + LOST_S, now_s + AGAIN_S
+
+    def _has_come_back(self, wanted: _Wanted) -> bool:
+        """Whether the same agent has been met anew; then it is asked through that."""
+        newer = self._find(wanted.peer.agent)
+        if newer is None or newer is wanted.peer:
+            return False
+        self._let_go(wanted)
+        wanted.peer, wanted.orphaned, wanted.quiet_s = newer, False, None
+        return True
 
     def _settle(self, wanted: _Wanted, reason: str, cause: Cause) -> None:
         self._forget(wanted)
@@ -207,21 +231,35 @@ class Wants:
 
     def _forget(self, wanted: _Wanted) -> None:
         del self._open[wanted.want.number]
-        others = (each.peer for each in self._open.values())
+        self._let_go(wanted)
+
+    def _let_go(self, wanted: _Wanted) -> None:
+        """Drop the peer of a want, if nobody else needs it."""
+        others = (each.peer for each in self._open.values() if each is not wanted)
         if wanted.orphaned and wanted.peer not in others:
             self._drop(wanted.peer)
 
 
 def blocks_of(tables: Sequence[BlockTable]) -> tuple[Blocks, ...]:
-    """Return block tables as they are sent."""
+    """Return block tables as they are sent.
+
+    Raises:
+        BlockTableError: An id is no number of a block.
+    """
     return tuple(
-        Blocks(
-            np.asarray(table.block_ids, "<u4").tobytes(),
-            int(table.start_token),
-            None if table.null_block_id is None else int(table.null_block_id),
-        )
-        for table in tables
+        Blocks(_packed(table), int(table.start_token), table.null_block_id) for table in tables
     )
+
+
+def _packed(table: BlockTable) -> bytes:
+    ids = np.asarray(table.block_ids)
+    if not ids.size:
+        return b""
+    if ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= 1 << 32:
+        raise BlockTableError(
+            f"a block table lists {ids.tolist()[:8]}...; ids of blocks are whole numbers from 0 on"
+        )
+    return ids.astype("<u4").tobytes()
 
 
 def tables_of(blocks: Sequence[Blocks]) -> list[BlockTable]:

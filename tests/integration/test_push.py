@@ -12,9 +12,11 @@ import pytest
 
 from kvbridge.connector import Request
 from kvbridge.connector.bridge import BridgeConnector
+from kvbridge.errors import PeerLostError
 from kvbridge.handshake.messages import Given, Want, Withdrawal
 from kvbridge.handshake.wire import encode
 from kvbridge.session import RankAgent
+from kvbridge.transport import Peer
 from kvbridge.transport.local import agent as local_agent
 from tests.integration import drivers
 from tests.integration.tiny_engine import Make, TinyEngine, run
@@ -436,6 +438,86 @@ def finish_aborted(p: TinyEngine, transfer_id: str) -> None:
     assert p.scheduler.request_finished(request, ((7,),)) == (False, None)
 
 
+@pytest.mark.parametrize("check", ["off", "full"])
+def test_no_more_tokens_are_written_than_were_computed(engine: Make, check: str) -> None:
+    """The blocks have room for more, and what is there is not the request's."""
+    p, d = engine("p", LOCAL), engine("d", {**LOCAL, "payload_check": check})
+    d.load("r", [5, 9, 4], 12, expected(p, "x"))
+    p.prefill("r", [7, 2, 3], 10, transfer_id="x")
+    run([p, d], lambda: "r" in d.loaded and "r" in p.sent)
+    assert "10 have been computed" in d.loaded["r"].error
+    assert (d.tokens([5, 9, 4], 12) == -1).all()
+    d.load("s", [5, 9, 4], 12, {**expected(p, "y"), "remote_num_tokens": 10})
+    p.prefill("s", [7, 2, 3], 10, transfer_id="y")
+    run([p, d], lambda: "s" in d.loaded)
+    assert d.loaded["s"].ok
+    assert (d.tokens([5, 9, 4], 10) == p.tokens([7, 2, 3], 10)).all()
+
+
+@pytest.mark.parametrize("wrong", [-1, 1 << 32, 1.5, 999], ids=str)
+def test_blocks_that_are_none_fail_their_own_request_alone(engine: Make, wrong: Any) -> None:
+    p, d = engine("p", LOCAL), engine("d", LOCAL)
+    d.load("wrong", [wrong], 4, expected(p, "x"))
+    d.load("right", [6], 4, expected(p, "y"))
+    for name, block in (("x", 3), ("y", 7)):
+        p.prefill(name, [block], 4, transfer_id=name)
+    run([p, d], lambda: {"wrong", "right"} <= d.loaded.keys())
+    assert not d.loaded["wrong"].ok
+    assert d.loaded["wrong"].cause == "refused"
+    assert (d.tokens([6], 4) == p.tokens([7], 4)).all()
+
+
+def test_a_prefill_that_is_not_wanted_after_all_is_said_to_be(engine: Make) -> None:
+    p, d = engine("p", LOCAL), engine("d", LOCAL)
+    d.load("r", [5], 4, expected(p, "x"))
+    p.scheduler.request_finished(Request("r", 4, 4, {"transfer_id": "x"}), ((7,),))
+    begun_s = time.monotonic()
+    run([p, d], lambda: "r" in d.loaded)
+    assert time.monotonic() - begun_s < 5
+    assert "or never were" in d.loaded["r"].error
+
+
+def test_what_waits_to_be_computed_takes_no_place_of_what_can_be_read(engine: Make) -> None:
+    p, d = engine("p", LOCAL), engine("d", {**LOCAL, "reads_max": 2, "timeout_s": 5})
+    for n in range(4):
+        d.load(f"later-{n}", [n], 4, expected(p, f"x{n}"))
+    d.load("now", [9], 4, p.prefill("now", [7], 4))
+    run([p, d], lambda: "now" in d.loaded)
+    assert d.loaded["now"].ok
+    assert not d.loaded.keys() - {"now"}
+
+
+def test_a_producer_that_cannot_be_told_but_lives_is_asked_until_it_answers(
+    engine: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A connection may break in one direction: its loss alone proves nothing."""
+    p, d = engine("p", LOCAL), engine("d", {**PUSH, "timeout_s": 1.0})
+    d.load("first", [5], 4, p.prefill("first", [7], 4))
+    run([p, d], lambda: "first" in d.loaded)
+    d.load("r", [6], 4, p.prefill("r", [3], 4))
+    for _ in range(5):
+        d.step()
+    (agent,) = agents(d)
+    (peer,) = agent.sessions["p"].peers.values()
+    notify = agent._transport.notify
+
+    def broken(to: Peer, payload: bytes) -> None:
+        if to is peer:
+            raise PeerLostError("the connection was reset")
+        notify(to, payload)
+
+    monkeypatch.setattr(agent._transport, "notify", broken)
+    monkeypatch.setattr(agent._wants, "_send", broken)
+    until_s = time.monotonic() + 3.0
+    while time.monotonic() < until_s:
+        d.step()
+    assert "r" not in d.loaded, "p lives, and may still write"
+    run([p, d], lambda: "r" in d.loaded)
+    assert not d.loaded["r"].ok
+    assert quarantined(d) == 0
+    assert (d.tokens([6], 4) == -1).all()
+
+
 def test_a_name_that_is_used_twice_brings_nobody_the_other_ones_bytes(engine: Make) -> None:
     p, d = engine("p", LOCAL), engine("d", LOCAL)
     d.load("r1", [5], 4, expected(p, "x"))
@@ -517,6 +599,6 @@ def test_blocks_are_quiet_a_moment_after_their_writer_was_killed(engine: Make) -
     finally:
         p.kill()
         p.communicate()
-    run([d], lambda: "r" in d.loaded, timeout_s=10)
+    run([d], lambda: "r" in d.loaded, timeout_s=20)
     assert not d.loaded["r"].ok
     assert quarantined(d) == 0

@@ -48,6 +48,7 @@ def takes_any_answer_for_its_own(patch: pytest.MonkeyPatch) -> None:
 @bug("can touch it", "its own bytes")
 def takes_a_lost_writer_for_quiet_at_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(wants, "SETTLE_S", 0.0)
+    patch.setattr(wants, "LOST_S", 0.0)
 
 
 @bug("nothing is held", "before its deadline")
@@ -55,7 +56,7 @@ def forgets_to_insist_on_an_answer(patch: pytest.MonkeyPatch) -> None:
     """What is withdrawn is withdrawn once."""
 
     def poll(self: Wants) -> None:
-        said = [each for each in self._open.values() if each.withdrawn and each.lost_s is None]
+        said = [each for each in self._open.values() if each.withdrawn and each.quiet_s is None]
         sound(self)
         for wanted in said:
             wanted.again_s = float("inf")

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from kvbridge.session.wants import AGAIN_LONGEST_S, AGAIN_S, SETTLE_S
+from kvbridge.session import wants
 from kvbridge.testing.simulation.leftovers import bridges
 from kvbridge.testing.simulation.memory import bits
 from kvbridge.testing.simulation.rules import DEADLINE
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 POLLS = 2
 """Whole steps of an engine that an end may take after its deadline."""
 
-LOST_S = AGAIN_LONGEST_S + AGAIN_S + SETTLE_S
+LOST_S = wants.AGAIN_LONGEST_S + wants.AGAIN_S + wants.LOST_S
 """How long it may take to find that somebody is gone who was to write, and to be sure of it."""
 
 
@@ -33,7 +33,7 @@ def check_deadlines(engine: "Engine") -> None:
     scenario, now_s = engine.scenario, engine.world.now_s
     agents = [agent for seat in engine.seats.values() for agent in seat.agents.values()]
     settles = any(
-        wanted.lost_s is not None and now_s < wanted.lost_s + SETTLE_S
+        wanted.transfer.session.lost  # it is looked for, and asked once it is found
         for seat in engine.seats.values()
         for half in bridges(seat.connector)
         for wanted in half.worker_half.agent._wants._open.values()
