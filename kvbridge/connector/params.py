@@ -116,7 +116,7 @@ def chosen_id(params: Mapping[str, Any] | None) -> str | None:
     Raises:
         ConfigError: It is no name.
     """
-    chosen = None if params is None else params.get("transfer_id")
+    chosen = params.get("transfer_id") if isinstance(params, Mapping) else None
     return None if chosen is None else _read(chosen, _Chosen, "kv_transfer_params: transfer_id")
 
 
