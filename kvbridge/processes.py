@@ -25,15 +25,18 @@ def uninterrupted() -> Iterator[None]:
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        with _interrupted_later():
+        with interrupted_later():
             yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager
-def _interrupted_later() -> Iterator[None]:
-    """Hold back an interrupt that reaches another thread: Python's first thread heeds it too."""
+def interrupted_later() -> Iterator[None]:
+    """Hold back an interrupt until what is within is done, as where libraries would swallow it.
+
+    One that reaches another thread is held back, too: Python's first thread heeds it all the same.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
+from numpy.random import default_rng
 
 from kvbridge.errors import ConfigError
 from kvbridge.transport import Descriptors, Op
@@ -66,7 +67,7 @@ class Case:
         """Return the pieces within the memory at an address; seeds differ from side to side."""
         order = np.arange(self.blocks, dtype=np.uint64)
         if self.layout == "scattered":
-            order = 2 * np.random.default_rng(seed).permutation(order)
+            order = 2 * default_rng(seed).permutation(order)
         starts = order * np.uint64(self.block_nbytes) + np.uint64(address)
         return Descriptors(starts, np.full(self.blocks, self.block_nbytes, np.uint64))
 

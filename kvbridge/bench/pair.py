@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
+from numpy.random import default_rng
 from numpy.typing import NDArray
 
 from kvbridge.errors import KVBridgeError
@@ -48,7 +49,7 @@ class Arena:
 
     def fill(self, seed: int) -> None:
         """Write bytes that look random."""
-        block = np.frombuffer(np.random.default_rng(seed).bytes(1 << 20), np.uint8)
+        block = np.frombuffer(default_rng(seed).bytes(1 << 20), np.uint8)
         for start in range(0, self.data.size, block.size):
             part = self.data[start : start + block.size]
             np.add(block[: part.size], np.uint8(start >> 20 & 0xFF), out=part)

@@ -12,6 +12,7 @@ import click
 
 from kvbridge import __version__
 from kvbridge.errors import KVBridgeError
+from kvbridge.processes import interrupted_later
 
 EXIT_DIFFERENT = 1
 """Something that should be equal is not, or a rule failed."""
@@ -39,9 +40,9 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
             return None
-        command: click.Command = importlib.import_module(
-            f"kvbridge.cli.{cmd_name.replace('-', '_')}"
-        ).command
+        with interrupted_later():  # an import that is interrupted may go on as if nothing were
+            module = importlib.import_module(f"kvbridge.cli.{cmd_name.replace('-', '_')}")
+        command: click.Command = module.command
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -10,6 +10,7 @@ import click
 
 from kvbridge.errors import TransportUnavailableError
 from kvbridge.namespaces import private_network
+from kvbridge.processes import interrupted_later
 
 EXIT_TERMINATED = 128 + signal.SIGTERM
 
@@ -64,13 +65,14 @@ def command(own_process: bool, /, *, isolate: bool | None, **arguments: Any) -> 
     over the chosen transport and continues; one unsplit engine does the same, and every token
     and every moved byte must be equal. Exits with 1 if anything differs.
     """
-    signal.signal(signal.SIGTERM, _terminated)
     # What is configured by hand may mean this host's network: a port, a device, an address.
     wanted = isolate is None and not (arguments["port"] or arguments["options"])
     with _network(isolate or wanted, required=bool(isolate), for_good=own_process) as network:
         # Numpy starts threads, and a process of several cannot enter every namespace.
-        from kvbridge.cli.demo_run import run
+        with interrupted_later():
+            from kvbridge.cli.demo_run import run
 
+        signal.signal(signal.SIGTERM, _terminated)
         return 0 if run(arguments, network=network) else 1
 
 

@@ -6,6 +6,7 @@ from math import prod
 
 import numpy as np
 import numpy.typing as npt
+from numpy.random import default_rng
 
 from kvbridge.demo.shape import EngineShape
 
@@ -117,7 +118,7 @@ class PageAllocator:
 
     def __init__(self, pages: int, seed: int = 0) -> None:
         """Start with all of ``pages`` free, in an order drawn from ``seed``."""
-        order = np.random.default_rng(seed).permutation(pages)
+        order = default_rng(seed).permutation(pages)
         self._free = deque(int(page_id) for page_id in order)
         self._held: set[int] = set()
 

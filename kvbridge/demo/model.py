@@ -17,6 +17,7 @@ from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
+from numpy.random import default_rng
 
 Floats = npt.NDArray[np.float64]
 
@@ -160,7 +161,7 @@ def _random(
     config: ModelConfig, kind: _Matrix, shape: tuple[int, int], layer: int = 0, head: int = 0
 ) -> Floats:
     """Draw one matrix from a seed of its own, scaled by its gain and the products it sums."""
-    generator = np.random.default_rng((config.seed, layer, int(kind), head))
+    generator = default_rng((config.seed, layer, int(kind), head))
     scale = _GAIN.get(kind, 1.0) / np.sqrt(shape[0])
     return on_grid(generator.standard_normal(shape) * scale)
 

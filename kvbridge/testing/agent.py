@@ -189,10 +189,10 @@ class Agent:
         return [(sender, payload) for sender, payload in taken], self._picture(look)
 
     def poll_for(self, seconds: float) -> float:
-        """Poll for a while; returns how long the median poll took."""
+        """Poll for a while, once at least; returns how long the median poll took."""
         took: list[float] = []
         deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
+        while not took or time.monotonic() < deadline:
             start = time.perf_counter()
             self._pump()
             took.append(time.perf_counter() - start)

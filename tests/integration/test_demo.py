@@ -332,11 +332,7 @@ class Running:
     def _wait_for_ranks(self, count: int, threads: int) -> list[psutil.Process]:
         deadline_s = time.monotonic() + STARTED_S
         while time.monotonic() < deadline_s:
-            ranks = [
-                child
-                for child in self.process.children()
-                if any("spawn_main" in word for word in child.cmdline())
-            ]
+            ranks = [child for child in self.process.children() if _is_rank(child)]
             if len(ranks) >= count and all(child.num_threads() >= threads for child in ranks):
                 return sorted(ranks, key=lambda rank: rank.pid)  # prefill first
             time.sleep(0.1)
@@ -351,6 +347,13 @@ class Running:
         _, alive = psutil.wait_procs(self.ranks, timeout=GONE_S)
         assert alive == []
         assert set(shared_files()) <= self.files_before
+
+
+def _is_rank(child: psutil.Process) -> bool:
+    try:
+        return any("spawn_main" in word for word in child.cmdline())
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):  # what a rank asked, and it has ended
+        return False
 
 
 def shared_files() -> list[str]:

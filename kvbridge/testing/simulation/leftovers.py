@@ -61,9 +61,9 @@ def _worked(half: BridgeConnector) -> dict[str, int]:
     worker = half.worker_half
     agent = worker.agent
     return {
-        "transfers": len(agent._live) + len(agent._transfers),
+        "transfers": len(agent._live) + len(agent._operations),
         "handles in quarantine": agent.quarantined,
-        "wants": len(agent._wants) + len(agent._untold),
+        "wants": len(agent._wants) + len(agent._live._untold),
         "gifts": len(worker._gifts) if worker._gifts is not None else 0,
         "holds": len(agent.releases.held) + len(worker._held) + len(worker._leaving),
         "leases": len(agent._kept) + _promises(agent._leases),
