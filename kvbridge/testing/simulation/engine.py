@@ -95,8 +95,9 @@ class Engine(Ranks):
         if not self.alive:
             return
         for leg in begun:
-            leg.begun_s = self.world.now_s
-            leg.lag_s = max(leg.lag_s, leg.begun_s - since_s)
+            leg.lag_s = max(leg.lag_s, self.world.now_s - since_s)
+            if leg.kept_s <= since_s:  # else the next step tells more
+                leg.begun_s = self.world.now_s
         report = self.reports.take()
         self.hook("update_connector_output", self.scheduler.update_connector_output, report)
         for request_id in sorted(report.loaded):

@@ -73,6 +73,7 @@ class Leg:
         told_s: Clock when its ranks were told to load it, or to hold it.
         begun_s: Clock when the last one has done so; or when it knew that it is held for longer.
         lag_s: How long it took at most until all ranks knew of that.
+        kept_s: Clock when it was last promised to be held for longer.
         ended_s: Clock when its blocks were offered.
         asked_s: Clock when its engine first heard that something can be loaded for it.
         over_s: Clock when its engine was done with it.
@@ -98,6 +99,7 @@ class Leg:
     told_s: float = float("inf")
     begun_s: float = float("inf")
     lag_s: float = 0.0
+    kept_s: float = 0.0
     ended_s: float = 0.0
     asked_s: float = float("inf")
     over_s: float = 0.0

@@ -164,6 +164,7 @@ class Plant:
         child = self.scenario.children[address.port % 10]
         if giver is not None and giver.offers[child].transfer_id == name:
             giver.until_s[child] = max(giver.until_s[child], until_s)
+            giver.kept_s = self.world.now_s
             giver.begun_s = float("inf")  # its ranks learn of it with the next step
 
     def _sleep(self, i: int) -> None:
