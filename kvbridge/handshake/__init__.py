@@ -23,6 +23,7 @@ from kvbridge.handshake.messages import (
     Withdrawal,
 )
 from kvbridge.handshake.metadata import HandshakeMetadata, RankPayload
+from kvbridge.handshake.reader_note import ReaderNote
 from kvbridge.handshake.security import Keys, SecurityConfig, keys_of_secret, load_keys
 from kvbridge.handshake.server import HandshakeServer
 
@@ -42,6 +43,7 @@ __all__ = [
     "Networks",
     "PPAwareHandshake",
     "RankPayload",
+    "ReaderNote",
     "Registry",
     "Release",
     "RenewalReply",

@@ -87,7 +87,7 @@ def _host(host: object, where: str) -> str:
         # Names of digits alone are read as addresses by some resolvers: "0" is every interface.
         if ":" not in bare and _HOST_NAME.match(bare) and not _NUMERIC.match(bare):
             return bare
-    raise ConfigError(f"{where}: host {_shown(host)} is neither a host name nor an IP address")
+    raise ConfigError(f"{where}: host {shown(host)} is neither a host name nor an IP address")
 
 
 def _port(port: object, where: str) -> int:
@@ -96,14 +96,14 @@ def _port(port: object, where: str) -> int:
     except (ValueError, OverflowError):
         number = -1.0
     if isinstance(port, bool) or not number.is_integer() or not 0 <= number <= PORT_MAX:
-        raise ConfigError(f"{where}: port {_shown(port)} must be a whole number in [0, {PORT_MAX}]")
+        raise ConfigError(f"{where}: port {shown(port)} must be a whole number in [0, {PORT_MAX}]")
     return int(number)
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
     """Write what a stranger sent; of what is deeply nested, or has very many digits, its type."""
     if isinstance(value, str):
-        return repr(value[:80])
+        return repr(value) if len(value) <= 80 else f"{value[:80]!r}... ({len(value)} characters)"
     plain = value is None or isinstance(value, float)
     if plain or (isinstance(value, int) and abs(value) < 1 << 64):
         return repr(value)

@@ -5,36 +5,20 @@ from itertools import pairwise
 import msgspec
 
 from kvbridge.errors import PlanError
-from kvbridge.model import Rank
+from kvbridge.handshake.reader_note import ReaderNote
 from kvbridge.plan import Probe
 
 DIGEST_NBYTES = 8
 
 
-class DigestRequest(msgspec.Struct, frozen=True, tag="digests?"):
+class DigestRequest(ReaderNote, frozen=True, kw_only=True, tag="digests?"):
     """Asks a producer rank for digests of what a request's blocks hold there.
 
     Attributes:
-        number: The reader's number for it.
-        request_id: The request, by the producer's name for it.
-        engine_id: The reader's engine.
-        incarnation: That engine's incarnation.
-        generation: Which registration of that engine's memory the reader is of.
-        rank: The reader.
-        address: Where that engine's handshake server listens, as host and port.
         probes: Which cells, in which chunks.
-        epoch: That of the lease that the producer has given; None if the reader knows of none.
     """
 
-    number: int
-    request_id: str
-    engine_id: str
-    incarnation: str
-    generation: int
-    rank: Rank
-    address: tuple[str, int]
     probes: tuple[Probe, ...] = ()
-    epoch: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse to have cells digested again and again for one question."""

@@ -8,6 +8,7 @@ from kvbridge.errors import HandshakeError, IncompatibleError
 from kvbridge.handshake.compatibility import difference
 from kvbridge.handshake.digests import DigestRequest, Digests
 from kvbridge.handshake.metadata import Fact, HandshakeMetadata
+from kvbridge.handshake.reader_note import ReaderNote
 from kvbridge.handshake.wire import (
     FACTORS_MAX_BYTES,
     REQUEST_MAX_BYTES,
@@ -154,38 +155,23 @@ class Blocks(msgspec.Struct, frozen=True, array_like=True):
     null_block_id: int | None = None
 
 
-class Want(msgspec.Struct, frozen=True, tag="want"):
+class Want(ReaderNote, frozen=True, kw_only=True, tag="want"):
     """Asks a producer rank to write a request's blocks into those of a reader, once they are ready.
 
-    With an empty range of tokens it asks only whether that rank can reach the reader.
+    Each is carried out once at most. With an empty range of tokens it asks only whether that rank
+    can reach the reader.
 
     Attributes:
-        number: The reader's number for it; each is carried out once at most.
-        request_id: The request, by the producer's name for it.
-        engine_id: The reader's engine.
-        incarnation: That engine's incarnation.
-        generation: Which registration of that engine's memory the blocks are of.
-        rank: The reader.
-        address: Where that engine's handshake server listens, as host and port.
         blocks: Where the tokens go, for each cache group.
         start_token: First token to write.
         end_token: One past the last one.
         timeout_s: For how long the reader waits, from when this is heard.
-        epoch: That of the lease that the producer has given; None if the reader knows of none.
     """
 
-    number: int
-    request_id: str
-    engine_id: str
-    incarnation: str
-    generation: int
-    rank: Rank
-    address: tuple[str, int]
     blocks: tuple[Blocks, ...]
     start_token: int
     end_token: int
     timeout_s: float
-    epoch: int | None = None
 
     @property
     def is_empty(self) -> bool:

@@ -8,7 +8,7 @@ from kvbridge.session.gifts import Gift, Gifts, Outcome
 from kvbridge.session.introductions import Asks, Introduction, Introductions
 from kvbridge.session.leases import Lease
 from kvbridge.session.questions import CheckMode
-from kvbridge.session.readers import Readers
+from kvbridge.session.readers import Asked, Readers
 from kvbridge.session.releases import ReleaseBook
 from kvbridge.session.session import Session, close_session, open_session
 from kvbridge.session.transfer import SourceStats, Transfer
@@ -17,6 +17,7 @@ __all__ = [
     "CAUSES",
     "AgentPoll",
     "Answers",
+    "Asked",
     "Asks",
     "Cause",
     "CheckMode",

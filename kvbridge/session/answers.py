@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from kvbridge.errors import KVBridgeError
 from kvbridge.handshake.digests import DigestRequest, Digests
 from kvbridge.session.agent import RankAgent
-from kvbridge.session.causes import Cause, cause_of
+from kvbridge.session.causes import cause_of
 from kvbridge.session.digesting import Values, packed
-from kvbridge.session.introductions import Introduction
-from kvbridge.session.readers import REASON_MAX, Asker, Readers
+from kvbridge.session.readers import REASON_MAX, Asked, Asker, Readers
 
 QUESTIONS_MAX = 1024
 """So many are open at once."""
@@ -27,34 +26,17 @@ EARLY_S = 2.0
 waits has asked again by then."""
 
 
-@dataclass(slots=True, eq=False)
-class _Question:
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Question(Asked):
     """One question that has not been answered.
 
     Attributes:
-        asker: Who asked.
         asks: What.
-        heard_s: Clock when it was heard last.
-        introduction: How far we have come with the reader's engine.
-        meet_s: Clock before which that is not asked for again.
         values: What is being worked on.
-        reason: Why there will be no digests.
-        cause: The same in a word.
     """
 
-    asker: Asker
     asks: DigestRequest
-    heard_s: float
-    introduction: Introduction | None = None
-    meet_s: float = 0.0
     values: Future[Values] | None = None
-    reason: str = ""
-    cause: Cause = ""
-
-    def fail(self, reason: str, cause: Cause) -> None:
-        """Note why there will be no digests; the first reason is kept."""
-        if not self.reason:
-            self.reason, self.cause = reason, cause
 
     @property
     def is_running(self) -> bool:
@@ -102,7 +84,7 @@ class Answers:
             self.ignored += 1  # whoever asks in earnest asks again
         else:
             asker = (sender, asks.number)
-            self._open[asker] = _Question(asker, asks, self._clock())
+            self._open[asker] = _Question(asker, self._clock(), asks=asks)
 
     def poll(self) -> None:
         """Begin what there is a place for, and answer what is done. Never waits."""

@@ -15,8 +15,8 @@ from kvbridge.errors import KVBridgeError
 from kvbridge.handshake.messages import Given, Want, Withdrawal
 from kvbridge.session.agent import RankAgent
 from kvbridge.session.causes import Cause, cause_of
-from kvbridge.session.introductions import Introduction, Introductions
-from kvbridge.session.readers import REASON_MAX, Asker, Readers
+from kvbridge.session.introductions import Introductions
+from kvbridge.session.readers import REASON_MAX, Asked, Asker, Readers
 from kvbridge.session.wants import FRESH_S
 from kvbridge.transport import Handle, State
 
@@ -27,39 +27,27 @@ KEPT_S = 600.0
 """So long are answers known of requests that are not held."""
 
 
-@dataclass(slots=True, eq=False)
-class Gift:
+@dataclass(slots=True, eq=False, kw_only=True)
+class Gift(Asked):
     """One want, on its way.
 
     Attributes:
-        asker: Who asked.
         request_id: The request, by our name for it.
         want: What it asked for; None if only a withdrawal has come.
         since_s: Clock when it was heard.
-        heard_s: Clock when it was heard last.
-        introduction: How far we have come with the reader's engine.
-        meet_s: Clock before which that is not asked for again.
         nbytes: Bytes to write.
         pending: Handles that are not quiet.
         has_begun: Whether it has been submitted.
-        reason: Why it will not come.
-        cause: The same in a word.
         answer: What is said of it; None while that is open.
         is_told: Whether that has been sent, or could not be when it was asked for last.
     """
 
-    asker: Asker
     request_id: str
     want: Want | None
     since_s: float
-    heard_s: float
-    introduction: Introduction | None = None
-    meet_s: float = 0.0
     nbytes: int = 0
     pending: set[Handle] = field(default_factory=set)
     has_begun: bool = False
-    reason: str = ""
-    cause: Cause = ""
     answer: Given | None = None
     is_told: bool = False
 
@@ -68,11 +56,6 @@ class Gift:
         self.pending.discard(handle)
         if state is not State.DONE:
             self.fail(reason or "no reason was given", "transport")
-
-    def fail(self, reason: str, cause: Cause) -> None:
-        """Note why it will not come; the first reason is kept."""
-        if not self.reason:
-            self.reason, self.cause = reason, cause
 
 
 class Outcome(NamedTuple):
@@ -139,7 +122,7 @@ class Gifts:
         if gift is None:
             want = note if isinstance(note, Want) else None
             now_s = self._clock()
-            gift = Gift(asker, note.request_id, want, now_s, now_s)
+            gift = Gift(asker, now_s, request_id=note.request_id, want=want, since_s=now_s)
             self._gifts[note.request_id][asker] = gift
             self._live.append(gift)
         elif gift.is_told:  # the answer was lost
@@ -193,7 +176,7 @@ class Gifts:
         if peer is not None:
             self._agent.tell(peer, gift.answer)
         elif gift.want is not None:
-            self._meet(gift, gift.want, now_s)
+            self._readers.meet(gift, gift.want, now_s)  # so that the next time it can be told
         gift.is_told = True  # who has not heard it asks again, and by then we may have met
         if not self._agent.is_held(gift.request_id):
             self._idle[gift] = now_s
@@ -232,10 +215,6 @@ class Gifts:
         """Whether its reader has been given that request; who knows no lease has no other fence."""
         others = self._gifts[gift.request_id].values()
         return any(each.has_begun and each.asker[0] == gift.asker[0] for each in others)
-
-    def _meet(self, gift: Gift, want: Want, now_s: float) -> None:
-        """Meet the reader's engine, so that the next time it can be told."""
-        self._readers.meet(gift, want, now_s)
 
     def _close(self, gift: Gift, now_s: float) -> None:
         """Fix what is said of a gift: nothing of it will touch anything any more."""

@@ -5,10 +5,10 @@ given, within the networks that may be dialled. Who asks must be the agent that 
 names has published.
 """
 
-from typing import Protocol
+from dataclasses import dataclass
 
 from kvbridge.errors import ConfigError
-from kvbridge.handshake import DigestRequest, EngineAddress, Want
+from kvbridge.handshake import EngineAddress, ReaderNote
 from kvbridge.session.agent import RankAgent
 from kvbridge.session.causes import Cause, cause_of
 from kvbridge.session.introductions import Introduction, Introductions
@@ -22,27 +22,30 @@ Asker = tuple[str, int]
 """Name of a remote agent, and its number for what it asks."""
 
 
-Who = Want | DigestRequest
-"""What says of itself who asks, and where its engine can be met."""
-
-
-class _Asked(Protocol):
+@dataclass(slots=True, eq=False)
+class Asked:
     """What is being done about a question.
 
     Attributes:
         asker: Who asked.
+        heard_s: Clock when it was heard last.
         introduction: How far we have come with the reader's engine.
         meet_s: Clock before which that is not asked for again.
         reason: Why nothing will come of it.
+        cause: The same in a word.
     """
 
     asker: Asker
-    introduction: Introduction | None
-    meet_s: float
-    reason: str
+    heard_s: float
+    introduction: Introduction | None = None
+    meet_s: float = 0.0
+    reason: str = ""
+    cause: Cause = ""
 
     def fail(self, reason: str, cause: Cause) -> None:
-        """Note why nothing will come of it."""
+        """Note why nothing will come of it; the first reason is kept."""
+        if not self.reason:
+            self.reason, self.cause = reason, cause
 
 
 class Readers:
@@ -57,7 +60,7 @@ class Readers:
         self._agent, self._meetings = agent, meetings
         self.strangers = 0
 
-    def has_met(self, asked: _Asked, who: Who, now_s: float) -> bool:
+    def has_met(self, asked: Asked, who: ReaderNote, now_s: float) -> bool:
         """Whether the reader's engine is known; meets it if not, and fails what cannot be."""
         session = self._agent.sessions.get(who.engine_id)
         if session is not None and _is_meant(session, who):
@@ -73,7 +76,7 @@ class Readers:
             self.meet(asked, who, now_s)
         return False
 
-    def meet(self, asked: _Asked, who: Who, now_s: float) -> None:
+    def meet(self, asked: Asked, who: ReaderNote, now_s: float) -> None:
         """Begin to meet the reader's engine, but not all the time."""
         if now_s < asked.meet_s:
             return
@@ -90,7 +93,7 @@ class Readers:
             asked.fail(str(error), "handshake")
 
 
-def _is_meant(session: Session, who: Who) -> bool:
+def _is_meant(session: Session, who: ReaderNote) -> bool:
     """Whether a reader is of the start and the registration that a session is bound to."""
     start = (session.incarnation, session.generation)
     return start == (who.incarnation, who.generation) and "write" in session.plans

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from kvbridge.model import Rank
+from kvbridge.plan import TransferBatch
 from kvbridge.session.causes import Cause
 from kvbridge.session.leases import Lease
 from kvbridge.transport import State
@@ -32,6 +33,11 @@ class SourceStats:
     nbytes: int
     copies: int
     merged: int
+
+    @classmethod
+    def of(cls, batch: TransferBatch) -> "SourceStats":
+        """Return what the rank of a batch contributes by it."""
+        return cls(batch.remote_rank, batch.total_nbytes, batch.piece_count, batch.nbytes.size)
 
 
 @dataclass(slots=True, eq=False)

@@ -12,13 +12,10 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from kvbridge.errors import BlockTableError, NotSupportedError, PeerLostError, TransportError
-from kvbridge.handshake.messages import Blocks, Given, Want, Withdrawal
+from kvbridge.errors import NotSupportedError, PeerLostError, TransportError
+from kvbridge.handshake.messages import Given, Want, Withdrawal
 from kvbridge.handshake.wire import encode
 from kvbridge.model import Rank
-from kvbridge.plan import BlockTable
 from kvbridge.session.causes import Cause, cause_told
 from kvbridge.session.transfer import SourceStats, Transfer
 from kvbridge.transport import Peer, State
@@ -132,6 +129,16 @@ class Wants:
                 if wanted.quiet_s is None:
                     wanted.again_s = self._clock()
 
+    def awaited(self, transfer: Transfer) -> str:
+        """Say what a transfer that is late still waits for."""
+        late = [each for each in self._open.values() if each.transfer is transfer]
+        who = f"ranks {sorted(each.rank for each in late)} of engine {transfer.session.engine_id!r}"
+        if transfer.kind == "greeting":
+            return f"{who} had not said whether they can reach this rank"
+        words = f"{who} had not said that they have written request {transfer.request_id!r}"
+        is_early = any(each.source is None for each in late)
+        return f"{words} (its prefill may not have ended)" if is_early else words
+
     def heard(self, sender: str, given: Given) -> None:
         """Take an answer."""
         wanted = self._open.get(given.number)
@@ -238,35 +245,3 @@ class Wants:
         others = (each.peer for each in self._open.values() if each is not wanted)
         if wanted.orphaned and wanted.peer not in others:
             self._drop(wanted.peer)
-
-
-def blocks_of(tables: Sequence[BlockTable]) -> tuple[Blocks, ...]:
-    """Return block tables as they are sent.
-
-    Raises:
-        BlockTableError: An id is no number of a block.
-    """
-    return tuple(
-        Blocks(_packed(table), int(table.start_token), table.null_block_id) for table in tables
-    )
-
-
-def _packed(table: BlockTable) -> bytes:
-    ids = np.asarray(table.block_ids)
-    if not ids.size:
-        return b""
-    if ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() >= 1 << 32:
-        raise BlockTableError(
-            f"a block table lists {ids.tolist()[:8]}...; ids of blocks are whole numbers from 0 on"
-        )
-    return ids.astype("<u4").tobytes()
-
-
-def tables_of(blocks: Sequence[Blocks]) -> list[BlockTable]:
-    """Return block tables as they were sent."""
-    return [
-        BlockTable(
-            np.frombuffer(each.ids, "<u4").astype(np.int64), each.start_token, each.null_block_id
-        )
-        for each in blocks
-    ]

@@ -101,7 +101,7 @@ def digest_request() -> DigestRequest:
         for each in ("k", "v")
     )
     reader = ("decode", "incarnation-2", 1, (0, 1), ("10.0.0.8", 5600))
-    return DigestRequest(7, "r#1", *reader, probes, epoch=99)
+    return DigestRequest(7, "r#1", *reader, epoch=99, probes=probes)
 
 
 @cache

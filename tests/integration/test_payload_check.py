@@ -19,7 +19,7 @@ from kvbridge.errors import ConfigError, MemoryBusyError
 from kvbridge.handshake import DigestRequest, Digests, Given
 from kvbridge.handshake.messages import decode_note
 from kvbridge.model import Rank, TransferTopology
-from kvbridge.session import RankAgent, agent, answers, payload, questions
+from kvbridge.session import RankAgent, answers, local_rank, payload, questions
 from kvbridge.transport import Peer, Poll
 from kvbridge.transport.local import agent as local_agent
 from tests.integration import drivers
@@ -305,7 +305,7 @@ def test_a_producer_that_does_not_answer_costs_no_more_than_the_deadline(engine:
 @pytest.fixture
 def old(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let ranks say that they cannot take digests."""
-    monkeypatch.setattr(agent, "can_digest", lambda cache: False)
+    monkeypatch.setattr(local_rank, "can_digest", lambda cache: False)
 
 
 @pytest.mark.usefixtures("old")

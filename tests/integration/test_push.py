@@ -1,6 +1,7 @@
 """Requests that the other engine writes, since it was asked to: over every transport."""
 
 import json
+import re
 import subprocess
 import sys
 import textwrap
@@ -14,7 +15,6 @@ from kvbridge.connector import Request
 from kvbridge.connector.bridge import BridgeConnector
 from kvbridge.errors import PeerLostError
 from kvbridge.handshake.messages import Given, Want, Withdrawal
-from kvbridge.handshake.wire import encode
 from kvbridge.session import RankAgent
 from kvbridge.transport import Peer
 from kvbridge.transport.local import agent as local_agent
@@ -258,6 +258,8 @@ def test_b26_a_producer_that_does_not_answer_costs_no_more_than_the_deadline(eng
     assert d.workers[0, 0].stats().value("kvbridge_quarantined_operations") == 1
     run([p, d], lambda: "r" in d.loaded and "r" in p.sent)
     assert d.loaded["r"].cause == "deadline"
+    assert "ranks [(0, 0)] of engine 'p' had not said that they have written" in d.loaded["r"].error
+    assert "prefill" not in d.loaded["r"].error, "it had ended"
     assert quarantined(d) == 0
     assert (d.tokens([5], 4) == p.tokens([7], 4)).all(), "what was withdrawn is not written"
 
@@ -302,10 +304,10 @@ def test_what_another_agent_asks_for_is_not_written(engine: Make) -> None:
     transfer = agent.sessions["p"]
     want = Want(
         99, entry["remote_request_id"], "d", victim.incarnation, 1, (0, 0),
-        (address.host, address.port), (), 0, 4, 5.0,
+        (address.host, address.port), blocks=(), start_token=0, end_token=4, timeout_s=5.0,
     )  # fmt: skip
     (peer,) = transfer.peers.values()
-    agent._notify(peer, encode(want))
+    agent._notes.send(peer, want)
     stats = p.workers[0, 0].stats
     run(
         [p, d, thief],
@@ -475,6 +477,20 @@ def test_a_prefill_that_is_not_wanted_after_all_is_said_to_be(engine: Make) -> N
     run([p, d], lambda: "r" in d.loaded)
     assert time.monotonic() - begun_s < 5
     assert "or never were" in d.loaded["r"].error
+
+
+def test_who_waits_in_vain_for_a_prefill_is_told_what_it_waited_for(engine: Make) -> None:
+    p, d = engine("p", LOCAL), engine("d", {**PUSH, "timeout_s": 1.0})
+    d.load("first", [5], 4, p.prefill("first", [7], 4))
+    run([p, d], lambda: "first" in d.loaded)
+    d.load("r", [5], 4, expected(p, "x"))
+    deadline_s = time.monotonic() + 1.5
+    while time.monotonic() < deadline_s:
+        d.step()
+    run([p, d], lambda: "r" in d.loaded)
+    assert d.loaded["r"].cause == "deadline"
+    words = r"ranks \[\(0, 0\)\] of engine 'p' had not said that .* 'x' \(its prefill may not have"
+    assert re.search(words, d.loaded["r"].error), d.loaded["r"].error
 
 
 def test_what_waits_to_be_computed_takes_no_place_of_what_can_be_read(engine: Make) -> None:

@@ -23,9 +23,10 @@ from kvbridge.session import (
     RankAgent,
     ReleaseBook,
     Transfer,
-    agent,
+    notes,
 )
 from kvbridge.session.leases import LeaseTable
+from kvbridge.session.proofs import Proofs
 from kvbridge.transport import State
 from tests.mutants.bugs import bug, changed
 
@@ -78,7 +79,7 @@ def names_requests_alike_each_time(patch: pytest.MonkeyPatch) -> None:
 
     def init(self: BridgeScheduler, *args: Any, **kwargs: Any) -> None:
         sound(self, *args, **kwargs)
-        self._numbers = Same()  # type: ignore[assignment]
+        self._offers._numbers = Same()  # type: ignore[assignment]
 
     sound = BridgeScheduler.__init__
     patch.setattr(BridgeScheduler, "__init__", init)
@@ -136,7 +137,7 @@ def looks_at_the_lease_before_the_bytes(patch: pytest.MonkeyPatch) -> None:
     def pull(self: RankAgent, *args: Any, **kwargs: Any) -> Transfer:
         transfer = sound(self, *args, **kwargs)
         if transfer.lease is not None and not transfer.reason:
-            self._look_at_leases(transfer, transfer.lease)
+            self._live._proofs.look(transfer, transfer.lease)
         return transfer
 
     sound = RankAgent.pull
@@ -145,7 +146,7 @@ def looks_at_the_lease_before_the_bytes(patch: pytest.MonkeyPatch) -> None:
 
 @bug("its own bytes")
 def looks_at_no_lease(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(RankAgent, "_standing", lambda self, transfer, lease: "kept")
+    patch.setattr(Proofs, "standing", lambda self, transfer, lease: "kept")
 
 
 @bug("without a cause")
@@ -228,14 +229,14 @@ def does_not_tell_ranks_that_it_does_not_read(patch: pytest.MonkeyPatch) -> None
     def told_by(plan: EngineTransferPlan) -> list[Rank]:
         return [source.rank for source in plan.sources]
 
-    patch.setattr(agent, "told_by", told_by)
+    patch.setattr(notes, "told_by", told_by)
 
 
 @bug("until every reader is done", "without a cause")
 def says_that_it_is_done_when_it_begins(patch: pytest.MonkeyPatch) -> None:
     def pull(self: RankAgent, *args: Any, **kwargs: Any) -> Transfer:
         transfer = sound(self, *args, **kwargs)
-        self._tell(transfer.session, transfer.request_id, ok=True)
+        self._notes.release(transfer.session, transfer.request_id, ok=True)
         return transfer
 
     sound = RankAgent.pull

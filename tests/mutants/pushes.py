@@ -11,8 +11,8 @@ from kvbridge.connector.scheduler import BridgeScheduler
 from kvbridge.connector.step import StepMetadata
 from kvbridge.connector.worker import BridgeWorker
 from kvbridge.handshake.messages import Given, Want, Withdrawal
-from kvbridge.session import Gifts, RankAgent, Transfer, wants
-from kvbridge.session.gifts import Gift
+from kvbridge.session import Gifts, RankAgent, Readers, Transfer, wants
+from kvbridge.session.live import LiveTransfers
 from kvbridge.session.wants import Wants
 from tests.mutants.bugs import bug, changed
 
@@ -67,14 +67,14 @@ def forgets_to_insist_on_an_answer(patch: pytest.MonkeyPatch) -> None:
 
 @bug("until every reader is done")
 def says_that_it_is_done_before_it_reads_instead(patch: pytest.MonkeyPatch) -> None:
-    def ended(self: RankAgent) -> Iterator[Transfer]:
-        for transfer in sound(self):
+    def ended(self: LiveTransfers, now_s: float) -> Iterator[Transfer]:
+        for transfer in sound(self, now_s):
             if transfer.must_be_read:
-                self._tell(transfer.session, transfer.request_id, ok=False)
+                self._notes.release(transfer.session, transfer.request_id, ok=False)
             yield transfer
 
-    sound = RankAgent._ended
-    patch.setattr(RankAgent, "_ended", ended)
+    sound = LiveTransfers.ended
+    patch.setattr(LiveTransfers, "ended", ended)
 
 
 # --- the producer ---------------------------------------------------------------------------------
@@ -115,12 +115,12 @@ def does_not_answer_what_was_withdrawn(patch: pytest.MonkeyPatch) -> None:
 def does_not_answer_whom_it_could_not_meet(patch: pytest.MonkeyPatch) -> None:
     """The reader waits for an answer for ever."""
 
-    def meet(self: Gifts, gift: Gift, want: Want, now_s: float) -> None:
-        if gift.answer is None:
-            sound(self, gift, want, now_s)
+    def meet(self: Readers, asked: Any, who: Any, now_s: float) -> None:
+        if getattr(asked, "answer", None) is None:
+            sound(self, asked, who, now_s)
 
-    sound = Gifts._meet
-    patch.setattr(Gifts, "_meet", meet)
+    sound = Readers.meet
+    patch.setattr(Readers, "meet", meet)
 
 
 @bug("touches the reader's blocks no more")
