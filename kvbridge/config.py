@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-from msgspec import inspect
+from msgspec import inspect, structs
 
 from kvbridge.errors import ConfigError
 
@@ -52,8 +52,8 @@ def parse_config(
     for key in given:
         if key not in known:
             raise ConfigError(f"{where}: unknown option {key!r}; {_suggest(str(key), known)}")
-    for field in inspect.type_info(kind).fields:  # type: ignore[attr-defined]
-        nested = getattr(field.type, "cls", None)
+    for field in structs.fields(kind):
+        nested = field.type
         value = given.get(field.name)
         if isinstance(nested, type) and issubclass(nested, Config) and isinstance(value, Mapping):
             given[field.name] = parse_config(nested, value, where=f"{where}, {field.name}")

@@ -162,9 +162,9 @@ def _check_peers(configs: Mapping[str, ConnectorConfig]) -> None:
                 )
 
 
-def _children(values: object) -> list[Mapping[str, Any]]:
+def _children(values: object) -> Sequence[Mapping[str, Any] | ConnectorConfig]:
     if isinstance(values, ConnectorConfig):
-        return [values]  # type: ignore[list-item]
+        return [values]
     if isinstance(values, Mapping) and "connectors" in values:
         shared = {key: value for key, value in values.items() if key != "connectors"}
         listed = values["connectors"]
@@ -183,7 +183,7 @@ def _children(values: object) -> list[Mapping[str, Any]]:
 def _merged(shared: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """Return a child's keys over the shared ones; of ``handshake``, key by key as well."""
     merged = {**shared, **own}
-    both = (shared.get("handshake"), own.get("handshake"))
-    if all(isinstance(each, Mapping) for each in both):
-        merged["handshake"] = {**both[0], **both[1]}  # type: ignore[dict-item]
+    theirs, ours = shared.get("handshake"), own.get("handshake")
+    if isinstance(theirs, Mapping) and isinstance(ours, Mapping):
+        merged["handshake"] = {**theirs, **ours}
     return merged

@@ -4,36 +4,15 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from kvbridge.connector.series import (
-    COPIES,
-    DIRECTIONS,
-    HANDSHAKE_SECONDS,
-    HANDSHAKES,
-    NOTICES_LOST,
-    PAYLOAD_CHECKS,
-    PENDING,
-    PHASES,
-    QUEUED,
-    TRANSFER_BYTES,
-    TRANSFER_SECONDS,
-    TRANSFERS,
-)
+from kvbridge.connector.loading import Reading, Waiting
 from kvbridge.connector.stats import Key, Meter
 from kvbridge.connector.step import Load
+from kvbridge.connector.tally import Tally, count_pending
 from kvbridge.connector.values import Loaded
-from kvbridge.connector.ways import Way, can_read, choose_way
-from kvbridge.errors import (
-    AuthenticationError,
-    HandshakeTimeoutError,
-    KVBridgeError,
-    NotSupportedError,
-    TransportError,
-    UnknownHostError,
-)
-from kvbridge.plan import BlockTable
+from kvbridge.connector.ways import can_read, choose_way
+from kvbridge.errors import KVBridgeError, NotSupportedError
 from kvbridge.session import (
     Cause,
     CheckMode,
@@ -41,55 +20,11 @@ from kvbridge.session import (
     Introductions,
     RankAgent,
     Session,
-    Transfer,
     cause_of,
 )
 from kvbridge.transport import State
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True, eq=False)
-class _Waiting:
-    """A load that waits for its engine to be met, and then for a place.
-
-    Attributes:
-        load: The load.
-        introduction: How far we have come with its engine.
-        begun_s: Clock when we were told.
-        deadline_s: Clock when it fails.
-        met_s: Clock when its engine was known; None before.
-        is_queued: Whether it has found no place.
-        way: Whether we read, or the engine writes; None while that is open.
-    """
-
-    load: Load
-    introduction: Introduction
-    begun_s: float
-    deadline_s: float
-    met_s: float | None = None
-    is_queued: bool = False
-    way: Way | None = None
-
-    @property
-    def direction(self) -> str:
-        """The same as metrics call it."""
-        return "write" if self.way == "push" else "read"
-
-
-@dataclass(slots=True, eq=False)
-class _Reading:
-    """A load that has begun to read.
-
-    Attributes:
-        waited: What it was before.
-        transfer: What moves.
-        has_ended: Whether its outcome has been noted; it may not be quiet then.
-    """
-
-    waited: _Waiting
-    transfer: Transfer
-    has_ended: bool = False
 
 
 class Loads:
@@ -125,14 +60,14 @@ class Loads:
             clock: That of the agent.
         """
         self._name, self._agent, self._meetings = name, agent, meetings
-        self._meter, self._clock = meter, clock
+        self._clock = clock
         self._reads_max, self._share = reads_max, reads_max - reads_max // 4
-        self._waiting: list[_Waiting] = []
-        self._reading: list[_Reading] = []
+        self._waiting: list[Waiting] = []
+        self._reading: list[Reading] = []
         self._ended: dict[str, Loaded] = {}
         self._direction = direction
         self._check = None if payload_check == "off" else payload_check
-        self._unchecked: set[str] = set()  # engines of which that was said
+        self._tally = Tally(meter, self._check)
         self._said_unleased = False
 
     def __len__(self) -> int:
@@ -142,12 +77,12 @@ class Loads:
     def add(self, load: Load, *, timeout_s: float) -> None:
         """Take a load."""
         now_s = self._clock()
-        self._waiting.append(_Waiting(load, self._meet(load), now_s, now_s + timeout_s))
+        self._waiting.append(Waiting(load, self._meet(load), now_s, now_s + timeout_s))
 
     def start(self) -> None:
         """Start the loads whose engines have been met, as far as there are places."""
         for met in self._meetings.poll():
-            self._count_meeting(met)
+            self._tally.met(met, self._clock())
         if self._waiting:
             taken = Counter(
                 each.transfer.session.engine_id
@@ -169,7 +104,7 @@ class Loads:
                 continue
             if transfer.state is not State.PENDING and not each.has_ended:
                 each.has_ended = True
-                self._count_end(each)
+                self._tally.ended(each)
                 if not transfer.quiet:
                     _log.warning(
                         "request %s is given up over %s: %s; its blocks are kept until that is "
@@ -194,7 +129,7 @@ class Loads:
             )
         self._reading = running
 
-    def _look_for(self, each: _Reading) -> None:
+    def _look_for(self, each: Reading) -> None:
         """Meet an engine anew that may still write, to be told whether it does."""
         known = self._agent.sessions.get(each.transfer.session.engine_id)
         if known is each.transfer.session:
@@ -208,15 +143,7 @@ class Loads:
 
     def pending(self) -> dict[Key, float]:
         """Return how many are how far, for :class:`Meter`; from any thread."""
-        waiting, reading = self._waiting, self._reading
-        counts: dict[Key, float] = {
-            (PENDING.name, direction, phase): 0 for direction in DIRECTIONS for phase in PHASES
-        }
-        for each in waiting:
-            counts[PENDING.name, each.direction, "queued" if each.is_queued else "meeting"] += 1
-        for started in reading:
-            counts[PENDING.name, started.waited.direction, "reading"] += not started.has_ended
-        return counts
+        return count_pending(self._waiting, self._reading)
 
     def close(self) -> None:
         """Count what will not come to its end. Idempotent."""
@@ -234,7 +161,7 @@ class Loads:
             generation=remote.generation,
         )
 
-    def _leaves(self, each: _Waiting, taken: Counter[str]) -> bool:
+    def _leaves(self, each: Waiting, taken: Counter[str]) -> bool:
         """Start a load, or fail it; False if it has to wait. Counts the place that it takes."""
         load, introduction, now_s = each.load, each.introduction, self._clock()
         wanted = load.remote.incarnation
@@ -254,11 +181,11 @@ class Loads:
             each.introduction = self._meet(load)
         return False
 
-    def _goes(self, each: _Waiting, session: Session, taken: Counter[str], now_s: float) -> bool:
+    def _goes(self, each: Waiting, session: Session, taken: Counter[str], now_s: float) -> bool:
         """Start a load whose engine has been met, or fail it; False if it has to wait."""
         load, engine_id = each.load, session.engine_id
         each.met_s = now_s if each.met_s is None else each.met_s
-        stale = _staleness(load, session)
+        stale = each.staleness(session)
         if stale:
             self._fail(each, stale, "stale")
             return True
@@ -287,17 +214,17 @@ class Loads:
             return True
         if not each.is_queued:
             each.is_queued = True
-            self._meter.count(QUEUED, each.direction)
+            self._tally.queued(each)
         return False
 
-    def _session(self, each: _Waiting) -> Session | None:
+    def _session(self, each: Waiting) -> Session | None:
         """Return the session with a load's engine, once that has been met."""
         session = self._agent.sessions.get(each.load.remote.engine_id)
         if session is None or each.introduction.state != "live":
             return None
         return session if "read" in session.plans else None
 
-    def _read(self, each: _Waiting, session: Session, now_s: float) -> bool:
+    def _read(self, each: Waiting, session: Session, now_s: float) -> bool:
         """Begin to read, or to have it written; False if that cannot be."""
         load, remote = each.load, each.load.remote
         if remote.lease is None and not remote.is_expected and not self._said_unleased:
@@ -307,36 +234,17 @@ class Loads:
                 "until they are read; have proxies pass on all of kv_transfer_params (said once)",
                 load.request_id,
             )
-        ours, theirs = (
-            [BlockTable(ids) for ids in tables] for tables in (load.block_ids, remote.block_ids)
-        )
-        common: dict[str, Any] = {
-            "start_token": load.start_token,
-            "end_token": load.end_token,
-            "timeout_s": max(each.deadline_s - now_s, 1e-3),
-            "lease": remote.lease,
-            "check": self._check,
-        }
         try:
-            if each.way == "push" and load.address is not None:
-                transfer = self._agent.want(
-                    remote.engine_id,
-                    remote.request_id,
-                    ours,
-                    None if remote.is_expected else theirs,
-                    address=load.address,
-                    reads_instead=self._reads_instead(load, session),
-                    **common,
-                )
-            else:
-                common["address"] = load.address
-                transfer = self._agent.pull(
-                    remote.engine_id, remote.request_id, ours, theirs, **common
-                )
+            transfer = each.ask(
+                self._agent,
+                reads_instead=self._reads_instead(load, session),
+                check=self._check,
+                now_s=now_s,
+            )
         except KVBridgeError as error:
             self._fail_unread(each, str(error), cause_of(error))
             return False
-        self._reading.append(_Reading(each, transfer))
+        self._reading.append(Reading(each, transfer))
         return True
 
     def _reads_instead(self, load: Load, session: Session) -> bool:
@@ -344,7 +252,7 @@ class Loads:
         is_free = self._direction == "auto" and not load.remote.is_expected
         return is_free and can_read(session)
 
-    def _fail_late(self, each: _Waiting, session: Session | None) -> None:
+    def _fail_late(self, each: Waiting, session: Session | None) -> None:
         """Fail a load whose time is over before it has begun to read."""
         remote, timeout_s = each.load.remote, each.deadline_s - each.begun_s
         if session is None:
@@ -370,90 +278,15 @@ class Loads:
                 "deadline",
             )
 
-    def _fail_unread(self, each: _Waiting, error: str, cause: Cause) -> None:
+    def _fail_unread(self, each: Waiting, error: str, cause: Cause) -> None:
         """Fail a load of which nothing will be read, and tell its engine so."""
         self._fail(each, error, cause)
         self._agent.decline(each.load.remote.engine_id, each.load.remote.request_id)
 
-    def _fail(self, each: _Waiting, error: str, cause: Cause) -> None:
+    def _fail(self, each: Waiting, error: str, cause: Cause) -> None:
         load = each.load
+        self._tally.failed(each, cause)
         if load.is_empty:
-            self._meter.count(NOTICES_LOST, cause)
             _log.info("engine %s was not told: %s", load.remote.engine_id, error)
         else:
-            self._meter.count(TRANSFERS, each.direction, "failed", cause)
             self._ended[load.request_id] = Loaded(error, self._name, cause=cause)
-
-    def _count_meeting(self, met: Introduction) -> None:
-        if met.error is None:
-            self._meter.count(HANDSHAKES, "ok", "")
-            self._meter.measure(HANDSHAKE_SECONDS, self._clock() - met.started_s)
-        else:
-            self._meter.count(HANDSHAKES, "failed", _why_not_met(met.error))
-
-    def _count_end(self, each: _Reading) -> None:
-        waited, transfer, meter = each.waited, each.transfer, self._meter
-        direction = waited.direction
-        self._count_check(transfer)
-        if transfer.state is not State.DONE:
-            meter.count(TRANSFERS, direction, "failed", transfer.cause)
-            return
-        meter.count(TRANSFERS, direction, "ok", "")
-        meter.measure(TRANSFER_BYTES, sum(source.nbytes for source in transfer.sources), direction)
-        for stage, pieces in (
-            ("planned", sum(source.copies for source in transfer.sources)),
-            ("submitted", sum(source.merged for source in transfer.sources)),
-        ):
-            meter.count(COPIES, direction, stage, by=pieces)
-        met_s = waited.begun_s if waited.met_s is None else waited.met_s
-        for phase, seconds in (
-            ("meeting", met_s - waited.begun_s),
-            ("queued", transfer.started_s - met_s),
-            ("reading", transfer.seconds),
-            ("all", transfer.ended_s - waited.begun_s),
-        ):
-            meter.measure(TRANSFER_SECONDS, seconds, direction, phase)
-
-    def _count_check(self, transfer: Transfer) -> None:
-        checked, engine_id = transfer.checked, transfer.session.engine_id
-        if checked is None:
-            return
-        self._meter.count(PAYLOAD_CHECKS, checked.outcome, checked.reason)
-        if checked.outcome == "skipped" and engine_id not in self._unchecked:
-            self._unchecked.add(engine_id)
-            _log.warning(
-                "request %s is not checked, though payload_check is %r: %s (said once of each "
-                "engine)",
-                transfer.request_id,
-                self._check,
-                checked.words,
-            )
-
-
-def _staleness(load: Load, session: Session) -> str:
-    """Return why the blocks of a request are not those that an engine has now; or nothing."""
-    remote = load.remote
-    if remote.incarnation not in {None, session.incarnation}:
-        return (
-            f"engine {remote.engine_id!r} has restarted: its incarnation is "
-            f"{session.incarnation!r}, the request's blocks are of {remote.incarnation!r}"
-        )
-    if remote.generation and session.generation != remote.generation:
-        return (
-            f"engine {remote.engine_id!r} has registered other memory since: registration "
-            f"{session.generation}, the request's blocks are of {remote.generation}"
-        )
-    return ""
-
-
-def _why_not_met(error: KVBridgeError) -> str:
-    match error:
-        case HandshakeTimeoutError():
-            return "timeout"
-        case AuthenticationError():
-            return "keys"
-        case UnknownHostError():
-            return "address"
-        case TransportError():
-            return "transport"
-    return "incompatible" if cause_of(error) == "incompatible" else "refused"

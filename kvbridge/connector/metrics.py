@@ -43,18 +43,27 @@ class StatsCollector(Collector):
     def collect(self) -> Iterator[Family]:
         """Return every series that has a value."""
         stats = sum((source() for source in self._sources), Stats())
-        families = {name: _family(series) for name, series in SERIES.items()}
+        plain = {name: _plain(each) for name, each in SERIES.items() if each.kind != "histogram"}
+        spread = {
+            name: _histogram(each) for name, each in SERIES.items() if each.kind == "histogram"
+        }
         for (name, *labels), value in stats.values.items():
-            families[name].add_metric(labels, value)  # type: ignore[call-arg,arg-type]
-        for (name, *labels), spread in stats.spreads.items():
-            family = families[name]
-            family.add_metric(labels, _buckets(SERIES[name], spread), spread.total)  # type: ignore[arg-type]
-        return (family for family in families.values() if family.samples)
+            plain[name].add_metric(labels, value)
+        for (name, *labels), counted in stats.spreads.items():
+            spread[name].add_metric(labels, _buckets(SERIES[name], counted), counted.total)
+        families = (spread[name] if name in spread else plain[name] for name in SERIES)
+        return (family for family in families if family.samples)
 
 
 def _family(series: Series) -> Family:
-    if series.kind == "histogram":
-        return HistogramMetricFamily(series.name, series.meaning, labels=series.labels)
+    return _histogram(series) if series.kind == "histogram" else _plain(series)
+
+
+def _histogram(series: Series) -> HistogramMetricFamily:
+    return HistogramMetricFamily(series.name, series.meaning, labels=series.labels)
+
+
+def _plain(series: Series) -> CounterMetricFamily | GaugeMetricFamily:
     if series.kind == "counter":
         return CounterMetricFamily(series.name, series.meaning, labels=series.labels)
     return GaugeMetricFamily(series.name, series.meaning, labels=series.labels)

@@ -53,13 +53,10 @@ class MultiConnector(Connector):
         """
         _check_children(children, pp_size)
         self.children = dict(children)
+        layouts = (child.required_layout for child in self.children.values())
+        self.required_layout = next(filter(None, layouts), None)
         self.scheduler_half = MultiScheduler(self.children, clock)
         self.worker_half = MultiWorker(self.children, timeout_s, clock)
-
-    @property
-    def required_layout(self) -> str | None:  # type: ignore[override]
-        """The layout that a child needs."""
-        return next((c.required_layout for c in self.children.values() if c.required_layout), None)
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, HandshakeMetadata]) -> None:
         """Give every child its own metadata back."""

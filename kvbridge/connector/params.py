@@ -8,6 +8,7 @@ Two flags say what an engine shall do with a request: load it, since its cache i
 elsewhere (``do_remote_decode``). Either, both or none may be set. A router sets the second one.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
@@ -17,24 +18,40 @@ from msgspec import Meta
 from kvbridge.connector.values import BlockIds
 from kvbridge.errors import ConfigError
 from kvbridge.handshake import EngineAddress
+from kvbridge.handshake.address import shown
 from kvbridge.session import Lease
 from kvbridge.session.leases import EPOCH_BITS, SLOTS
 
 PARAMS_VERSION = 1
 KEY = "kvbridge"
+_WHERE = "kv_transfer_params"
+
+_NAME_MAX_LENGTH = 1024
+_NAME = f"text of 1 to {_NAME_MAX_LENGTH} characters, none of them half of a surrogate pair"
 
 _Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+_Block = Annotated[int, Meta(ge=0, lt=1 << 32)]
 # JSON can carry half a surrogate pair, which is no text that can be sent on.
-_Name = Annotated[str, Meta(max_length=1024, pattern="^[^\ud800-\udfff]*$")]
-
-_Chosen = Annotated[str, Meta(min_length=1, max_length=1024, pattern="^[^\ud800-\udfff]*$")]
-
-_UNREADABLE = (msgspec.ValidationError, UnicodeError, RecursionError)
-
-
+_Name = Annotated[
+    str, Meta(min_length=1, max_length=_NAME_MAX_LENGTH, pattern="^[^\ud800-\udfff]*$")
+]
 _Slot = Annotated[int, Meta(ge=0, lt=SLOTS)]
 _Seconds = Annotated[float, Meta(ge=0, le=86_400)]
 _Epoch = Annotated[int, Meta(gt=0, lt=1 << EPOCH_BITS)]
+
+_MISSING = re.compile(r"Object missing required field (\w+)")
+_STEP = re.compile(r"\.(\w+)|\[(\d+)\]")
+_KINDS = {
+    "str": _NAME,
+    "int": "a whole number",
+    "float": "a number",
+    "array": "a list",
+    "object": "a mapping",
+}
+_UNREADABLE = (msgspec.ValidationError, UnicodeError, RecursionError)
+
+_UNCHANGED = "pass on what the other engine's connector returned, unchanged"
+_TO_ROUTER = "correct it in the router, or whatever else chose the transfer_id"
 
 
 class RemoteRequest(msgspec.Struct, frozen=True):
@@ -70,10 +87,10 @@ class _Entry(msgspec.Struct, frozen=True):
 
     remote_engine_id: _Name
     remote_request_id: _Name
-    remote_block_ids: tuple[tuple[_Count, ...], ...]
+    remote_block_ids: tuple[tuple[_Block, ...], ...]
     remote_num_tokens: _Count
-    remote_host: str | None = None
-    remote_port: int | float | str | None = None
+    remote_host: Any = None  # both are read as one address
+    remote_port: Any = None
     remote_lease: tuple[_Slot, _Epoch] | None = None
     incarnation: _Name | None = None
     generation: _Count = 0
@@ -84,10 +101,9 @@ class _Expected(msgspec.Struct, frozen=True):
     """A request that another engine is still computing, under a name that both were given."""
 
     remote_engine_id: _Name
-    transfer_id: _Chosen
     remote_num_tokens: _Count = (1 << 63) - 1
-    remote_host: str | None = None
-    remote_port: int | float | str | None = None
+    remote_host: Any = None  # both are read as one address
+    remote_port: Any = None
 
 
 class _Ours(msgspec.Struct, frozen=True):
@@ -117,7 +133,10 @@ def chosen_id(params: Mapping[str, Any] | None) -> str | None:
         ConfigError: It is no name.
     """
     chosen = params.get("transfer_id") if isinstance(params, Mapping) else None
-    return None if chosen is None else _read(chosen, _Chosen, "kv_transfer_params: transfer_id")
+    if chosen is None:
+        return None
+    mend = f"{_TO_ROUTER}, and give both engines the same one, such as a uuid"
+    return _read(chosen, _Name, f"{_WHERE}: transfer_id", mend)
 
 
 def offer(request: RemoteRequest, name: str, **sizes: int) -> dict[str, Any]:
@@ -181,29 +200,29 @@ def remote_request(params: Mapping[str, Any], name: str) -> RemoteRequest | None
     Raises:
         ConfigError: A value is missing or of the wrong kind; its name is in the message.
     """
-    where = "kv_transfer_params"
     if KEY in params:
-        ours = _read(params[KEY], _Ours, f"{where}: {KEY}")
+        ours = _read(params[KEY], _Ours, f"{_WHERE}: {KEY}")
         if ours.version != PARAMS_VERSION:
             raise ConfigError(
-                f"{where}: {KEY}.version is {ours.version}, this side reads {PARAMS_VERSION}; "
+                f"{_WHERE}: {KEY}.version is {ours.version}, this side reads {PARAMS_VERSION}; "
                 "upgrade the older engine"
             )
         if name not in ours.children:
             return None
-        entry = _read(ours.children[name], _Entry, f"{where}: {KEY}.children.{name}")
+        entry = _read(ours.children[name], _Entry, f"{_WHERE}: {KEY}.children.{name}")
     else:
         flat = dict(params)
-        if "transfer_id" in flat and flat.get("remote_block_ids") is None:
-            return _expected(_read(flat, _Expected, where), where)
         ids = flat.get("remote_block_ids")
+        chosen = chosen_id(flat) if ids is None else None
+        if chosen is not None:
+            return _expected(chosen, _read(flat, _Expected, _WHERE, _TO_ROUTER))
         if isinstance(ids, list | tuple) and all(isinstance(each, int | float) for each in ids):
             flat["remote_block_ids"] = [ids]  # of engines with one cache group
-        entry = _read(flat, _Entry, where)
+        entry = _read(flat, _Entry, _WHERE)
     return RemoteRequest(
         entry.remote_engine_id,
         entry.remote_request_id,
-        _address(entry, where),
+        _address(entry, _UNCHANGED),
         entry.remote_block_ids,
         entry.remote_num_tokens,
         entry.incarnation,
@@ -213,34 +232,62 @@ def remote_request(params: Mapping[str, Any], name: str) -> RemoteRequest | None
     )
 
 
-def _expected(entry: _Expected, where: str) -> RemoteRequest:
+def _expected(chosen: str, entry: _Expected) -> RemoteRequest:
     return RemoteRequest(
         entry.remote_engine_id,
-        entry.transfer_id,
-        _address(entry, where),
+        chosen,
+        _address(entry, _TO_ROUTER),
         (),
         entry.remote_num_tokens,
         is_expected=True,
     )
 
 
-def _address(entry: _Entry | _Expected, where: str) -> EngineAddress | None:
-    if entry.remote_host is None:
+def _address(entry: _Entry | _Expected, mend: str) -> EngineAddress | None:
+    host, port = entry.remote_host, entry.remote_port
+    if host is None and port is None:
         return None
-    return EngineAddress.of(
-        entry.remote_host, entry.remote_port, where=f"{where}: remote_host, remote_port"
-    )
+    if host is None:
+        raise ConfigError(
+            f"{_WHERE}: remote_port is {shown(port)}, but remote_host is null; {mend}, or leave "
+            "out both to look the engine up in the registry"
+        )
+    try:
+        address = EngineAddress.of(host, port, where=f"{_WHERE}: remote_host, remote_port")
+    except ConfigError as error:
+        raise ConfigError(f"{error}; {mend}") from error
+    if not address.port:
+        raise ConfigError(f"{_WHERE}: remote_port is 0, where nobody can answer; {mend}")
+    return address
 
 
 _T = TypeVar("_T")
 
 
-def _read(value: object, kind: type[_T], where: str) -> _T:
+def _read(value: object, kind: type[_T], where: str, mend: str = _UNCHANGED) -> _T:
     """Convert plain data; numbers may have become floats, or text, on the way (report B64)."""
     try:
         return msgspec.convert(value, kind, strict=False)
     except _UNREADABLE as error:
-        said = str(error).replace("`", "").replace("$.", "").replace("object", "a mapping")
-        raise ConfigError(
-            f"{where}: {said}; pass on what the other engine's connector returned, unchanged"
-        ) from error
+        raise ConfigError(f"{where}{_fault(str(error), value)}; {mend}") from error
+
+
+def _fault(error: str, value: object) -> str:
+    """Say which part of some data is not as msgspec expects it, and what it is instead."""
+    said, _, path = error.replace("`", "").partition(" - at ")
+    field = path.removeprefix("$").removeprefix(".")
+    if missing := _MISSING.fullmatch(said):
+        return f": {field}{'.' if field else ''}{missing[1]} is missing"
+    for key, index in _STEP.findall(path):
+        if key and isinstance(value, Mapping):
+            value = value[key]
+        elif index and isinstance(value, list | tuple):
+            value = value[int(index)]
+    found = f"{': ' if field else ''}{field} is {shown(value)}"
+    if not said.startswith("Expected "):
+        return f"{found}: {said}"
+    kind, _, bounds = said.removeprefix("Expected ").partition(", got ")[0].partition(" ")
+    bounds = "or null" if bounds == "| null" else bounds
+    if kind == "str" and bounds != "or null":
+        bounds = ""  # a name's are said together
+    return f"{found}, expected {_KINDS.get(kind, kind)} {bounds}".rstrip()

@@ -80,7 +80,11 @@ class BridgeWorker:
             digesting: Where digests are taken; a thread of its own if not given.
         """
         self._config, self._name, self._topology = config, name, topology
-        self._named = {"model": model, "revision": revision, "draft_layers": draft_layers}
+        self._named: dict[str, Any] = {
+            "model": model,
+            "revision": revision,
+            "draft_layers": draft_layers,
+        }
         self._incarnation, self._clock, self._threads = incarnation, clock, threads
         self._transport, self._dialer, self._registry = transport, dialer, registry
         self._uniform, self._digesting = uniform, digesting
@@ -176,7 +180,7 @@ class BridgeWorker:
             gives=self._config.role != "consumer" and self._config.direction != "pull",
             clock=self._clock,
             digesting=self._digesting,
-            **self._named,  # type: ignore[arg-type]
+            **self._named,
         )
         self._introductions = Introductions(
             self._agent,

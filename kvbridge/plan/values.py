@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import index
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, SupportsIndex
 
 import msgspec
 import numpy as np
@@ -253,14 +253,14 @@ def _is_listing(ids: object) -> bool:
     return isinstance(ids, Sequence) or hasattr(ids, "__array__")
 
 
-def whole_number(name: str, value: object) -> int:
+def whole_number(name: str, value: SupportsIndex) -> int:
     """Return a number of numpy or Python as Python's.
 
     Raises:
         BlockTableError: It is none, or not a whole one.
     """
     try:
-        return index(value)  # type: ignore[arg-type]
+        return index(value)
     except TypeError:
         raise BlockTableError(
             f"{name} is {value!r}, a {type(value).__name__}; pass a whole number"

@@ -12,7 +12,14 @@ from kvbridge.connector import Request, remote_request, worker_connector
 from kvbridge.errors import ConfigError
 from kvbridge.handshake import HandshakeServer, open_registry
 from tests.integration.registry_servers import RedisServer
-from tests.integration.tiny_engine import Make, TinyEngine, run
+from tests.integration.tiny_engine import (
+    Make,
+    TinyEngine,
+    run,
+    scheduler_of,
+    several,
+    worker_of,
+)
 
 LOCAL = {"transport": "local"}
 BROKEN = {
@@ -307,7 +314,7 @@ def test_a_request_without_a_lease_moves_and_is_warned_of_once(
 
 def test_no_more_requests_are_offered_than_there_are_leases(engine: Make) -> None:
     p = engine("p", {**LOCAL, "lease_s": 0.3})
-    slots = p.scheduler.scheduler_half._holds._slots  # type: ignore[attr-defined]
+    slots = scheduler_of(p.scheduler)._holds._slots
     while len(slots) > 2:
         slots.pop()
     assert all(p.prefill(f"r{i}", [3], 4) for i in range(2))
@@ -433,10 +440,11 @@ def test_the_first_child_loads_and_the_other_is_told(engine: Make) -> None:
 
 def test_every_child_gets_its_own_metadata_back_for_every_rank(engine: Make) -> None:
     p = engine("p", two(LOCAL, LOCAL), tp=2, pp=2)
-    a, b = (child.scheduler_half._engine for child in p.scheduler.children.values())  # type: ignore[attr-defined]
+    a, b = (scheduler_of(each)._engine for each in several(p.scheduler).children.values())
     assert sorted(a) == sorted(b) == p.ranks
     for rank, worker in p.workers.items():
-        for engine_metadata, child in zip((a, b), worker.children.values(), strict=True):  # type: ignore[attr-defined]
+        children = several(worker).children.values()
+        for engine_metadata, child in zip((a, b), children, strict=True):
             assert engine_metadata[rank] == child.get_handshake_metadata()
         assert a[rank] != b[rank]
 
@@ -453,7 +461,7 @@ def test_what_the_first_child_cannot_load_the_second_one_does(
     assert (d.loaded["r"].error, d.loaded["r"].via) == ("", "b")
     assert_moved(p, d, [3, 1], [2, 7], 8)
     for worker in d.workers.values():
-        assert dict(worker.worker_half.failovers) == {("a", "b"): 1}  # type: ignore[attr-defined]
+        assert dict(several(worker).worker_half.failovers) == {("a", "b"): 1}
     assert p.expired == set()
 
 
@@ -491,7 +499,7 @@ def test_a_request_that_no_child_can_load_fails_once_with_every_reason(engine: M
 def test_a_child_whose_engine_cannot_be_met_is_passed_over(engine: Make) -> None:
     p = engine("p", two(LOCAL, LOCAL, lease_s=2))
     d = engine("d", two(LOCAL, LOCAL, handshake={"timeout_s": 0.5}))
-    p.scheduler.children["a"].scheduler_half.server.close()  # type: ignore[attr-defined]
+    scheduler_of(several(p.scheduler).children["a"]).server.close()
     d.load("r", [2, 7], 8, p.prefill("r", [3, 1], 8))
     run([p, d], lambda: "r" in d.loaded and "r" in p.sent)
     assert (d.loaded["r"].error, d.loaded["r"].via) == ("", "b")
@@ -684,7 +692,7 @@ def test_memory_that_may_still_be_written_to_at_the_end_is_named(
     engine: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     d = engine("d", LOCAL)
-    agent = d.workers[0, 0].worker_half.agent  # type: ignore[attr-defined]
+    agent = worker_of(d.workers[0, 0]).agent
     monkeypatch.setattr(agent, "close", lambda: d.cache((0, 0), 2, 4).regions)
     d.workers[0, 0].shutdown()
     assert "1 region(s) may still be written to; keep their memory mapped" in caplog.text

@@ -16,8 +16,17 @@ import pytest
 from kvbridge.connector import ConnectorConfig, scheduler_connector, worker_connector
 from kvbridge.connector.bridge import BridgeConnector
 from kvbridge.errors import ConfigError
+from kvbridge.handshake import HandshakeServer
 from kvbridge.model import CacheGroup, opaque_layer
-from tests.integration.tiny_engine import PAGES, Make, TinyEngine, place, run
+from tests.integration.tiny_engine import (
+    PAGES,
+    Make,
+    TinyEngine,
+    place,
+    run,
+    scheduler_of,
+    worker_of,
+)
 
 LOCAL = {"transport": "local"}
 IMPATIENT = {**LOCAL, "handshake": {"timeout_s": 1.0}}
@@ -102,7 +111,8 @@ def test_b56_peers_that_take_their_time_stop_no_step(engine: Make, silent: int) 
     assert d.loaded["r"].ok
     assert known_s < 5, "a request to a known peer waited for the others"
     assert longest_s < 3, "a step waited for a peer"
-    introductions = d.workers[0, 0].worker_half._introductions  # type: ignore[attr-defined]
+    introductions = worker_of(d.workers[0, 0])._introductions
+    assert introductions is not None
     known = sorted(engine_id for engine_id, _ in introductions._known)
     assert known == ["p", "slow-0", "slow-1", "slow-2"]
 
@@ -161,7 +171,8 @@ def test_sizes_that_a_request_claims_poison_nothing(engine: Make) -> None:
     d.load("r", [2], 4, wrong)
     run([p, d], lambda: "r" in d.loaded)
     assert d.loaded["r"].ok
-    assert d.workers[0, 0].worker_half.agent.sessions["p"].plan.readers.keys() == {(0, 0), (0, 1)}  # type: ignore[attr-defined]
+    session = worker_of(d.workers[0, 0]).agent.sessions["p"]
+    assert session.plan.readers.keys() == {(0, 0), (0, 1)}
 
 
 def test_a_peer_that_was_only_told_something_can_be_read_later(engine: Make) -> None:
@@ -284,7 +295,9 @@ def test_b22_caches_of_other_item_size_are_refused_with_both_values(engine: Make
         run([p, d], lambda: "r" in d.loaded)
         for text in ("float16", "float32", "cell_bytes is {'kv': 32} here and {'kv': 64} there"):
             assert text in d.loaded["r"].error
-        refusals = p.scheduler.scheduler_half.server.refusals  # type: ignore[attr-defined]
+        server = scheduler_of(p.scheduler).server
+        assert isinstance(server, HandshakeServer)
+        refusals = server.refusals
         assert "cell_bytes is {'kv': 64} here and {'kv': 32} there" in refusals[0]
         assert (d.memory[0, 0] == -1).all()
     finally:

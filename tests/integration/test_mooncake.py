@@ -31,7 +31,7 @@ from kvbridge.transport import Op, Peer, State, Transport, open_transport
 from kvbridge_mooncake import MooncakeTransport, library
 from kvbridge_mooncake.agent import MooncakeAgent
 from kvbridge_mooncake.channel import BACKLOG_MAX_BYTES
-from kvbridge_mooncake.peering import EngineNames
+from kvbridge_mooncake.peering import EngineNames, MooncakePeer
 from kvbridge_mooncake.sockets import _sockets, listening_ports
 from kvbridge_mooncake.wire import NOTIFY_MAX_BYTES, AgentCard, encode, encode_hello
 from tests.conformance.peer_process import Agent, PeerProcess
@@ -402,7 +402,8 @@ def test_a_port_that_was_an_earlier_agents_is_asked_anew(
     monkeypatch.setattr(agent_of(here), "names", EngineNames())
     agent_of(here).names.name(third)
     peer = here.add(second.address_card)
-    assert peer.connection.engine == f"0x07f000001:{cards[1].engine_port}"  # type: ignore[attr-defined]
+    assert isinstance(peer, MooncakePeer)
+    assert peer.connection.engine == f"0x07f000001:{cards[1].engine_port}"
     check_reads(here, peer)
 
 
@@ -627,7 +628,8 @@ def test_a_failure_is_reported_only_once_the_peer_says_it_is_quiet(
 ) -> None:
     here, owner = make_agent(), make_owner()
     peer = here.add(owner.address_card)
-    channel = peer.connection.channel  # type: ignore[attr-defined]
+    assert isinstance(peer, MooncakePeer)
+    channel = peer.connection.channel
     asked: list[int] = []
     monkeypatch.setattr(channel, "is_quiet", asked.append)
     spy = Spy(here)

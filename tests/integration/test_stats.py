@@ -22,7 +22,7 @@ from kvbridge.connector import (
 from kvbridge.connector.metrics import StatsCollector
 from kvbridge.connector.series import SERIES
 from kvbridge.model import TransferTopology
-from tests.integration.tiny_engine import Make, TinyEngine, run
+from tests.integration.tiny_engine import Make, TinyEngine, run, worker_of
 
 LOCAL: dict[str, Any] = {"transport": "local"}
 
@@ -443,7 +443,7 @@ def test_an_engine_that_has_gone_while_its_loads_wait_is_met_anew(engine: Make) 
     load(p, d, "reads")
     load(p, d, "waits")
     run([p, d], lambda: counted(d).value("kvbridge_transfers_pending", phase="queued") == 1)
-    d.workers[0, 0].worker_half.agent.disconnect("p")  # type: ignore[attr-defined]
+    worker_of(d.workers[0, 0]).agent.disconnect("p")
     run([p, d], lambda: len(d.loaded) == 2)
     assert d.loaded["waits"].ok
     assert counted(d).value("kvbridge_handshakes_total", outcome="ok") == 2

@@ -11,13 +11,17 @@ from numpy.typing import NDArray
 
 from kvbridge.connector import (
     BlockIds,
+    BridgeConnector,
     Connector,
+    MultiConnector,
     Request,
     WorkerReport,
     scheduler_connector,
     worker_connector,
 )
 from kvbridge.connector.gather import ReportGatherer
+from kvbridge.connector.scheduler import BridgeScheduler
+from kvbridge.connector.worker import BridgeWorker
 from kvbridge.handshake import gather_handshake_metadata, hand_over
 from kvbridge.model import (
     CacheGroup,
@@ -190,6 +194,24 @@ class TinyEngine:
 
 Make = Callable[..., TinyEngine]
 """Makes an engine; takes what the class takes."""
+
+
+def scheduler_of(connector: Connector) -> BridgeScheduler:
+    """Return the scheduler half of a connector of one transport."""
+    assert isinstance(connector, BridgeConnector)
+    return connector.scheduler_half
+
+
+def worker_of(connector: Connector) -> BridgeWorker:
+    """Return the worker half of a connector of one transport."""
+    assert isinstance(connector, BridgeConnector)
+    return connector.worker_half
+
+
+def several(connector: Connector) -> MultiConnector:
+    """Return a connector of several transports as what it is."""
+    assert isinstance(connector, MultiConnector)
+    return connector
 
 
 def run(engines: Iterable[TinyEngine], done: Callable[[], bool], timeout_s: float = 30.0) -> None:

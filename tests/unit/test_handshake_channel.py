@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq.auth
@@ -46,8 +47,8 @@ def keys() -> Keys:
 
 
 @contextlib.contextmanager
-def serving(data: HandshakeMetadata | None = None, **options: object) -> Iterator[HandshakeServer]:
-    server = HandshakeServer(**options)  # type: ignore[arg-type]
+def serving(data: HandshakeMetadata | None = None, **options: Any) -> Iterator[HandshakeServer]:
+    server = HandshakeServer(**options)
     try:
         server.set_xfer_handshake_metadata({0: data or metadata(0, 0)})
         yield server
@@ -55,10 +56,10 @@ def serving(data: HandshakeMetadata | None = None, **options: object) -> Iterato
         server.close()
 
 
-def ask(server: HandshakeServer, **options: object) -> str:
+def ask(server: HandshakeServer, **options: Any) -> str:
     """Return the payload's engine, or the class of what was raised."""
     try:
-        reply = fetch_metadata(server.host, server.port, timeout_s=5, **options)  # type: ignore[arg-type]
+        reply = fetch_metadata(server.host, server.port, timeout_s=5, **options)
     except HandshakeError as error:
         return type(error).__name__
     return reply.ranks[0].engine_id

@@ -14,7 +14,7 @@ from kvbridge.plan import CellRange, Probe, TokenShare
 from kvbridge.session import questions
 from kvbridge.session.digesting import packed, unpacked
 from kvbridge.session.questions import PayloadCheck, question
-from tests.unit.test_digests import LAYERS, TOKENS, Held, edges
+from tests.unit.held_values import LAYERS, TOKENS, Held, edges
 
 ASKS = DigestRequest(7, "r#1", "decode", "i", 1, (0, 0), ("127.0.0.1", 5), epoch=99)
 

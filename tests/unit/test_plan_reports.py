@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -502,10 +503,10 @@ def test_b22_caches_of_other_widths_are_refused(field: str, ours: object, theirs
     remote = here.producer.ranks[0, 0].cache
     (layer,) = remote.layers
     (kv,) = layer.components
-    change = {field: theirs}
+    change: dict[str, Any] = {field: theirs}
     narrow = replace(
         remote,
-        layers=(replace(layer, components=(replace(kv, **change),)),),  # type: ignore[arg-type]
+        layers=(replace(layer, components=(replace(kv, **change),)),),
     )
     with pytest.raises(PlanError, match=f"{field} is {ours} here and {theirs} there"):
         generate_engine_transfer_plan(

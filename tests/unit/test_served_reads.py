@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -212,11 +213,11 @@ def test_a_message_is_a_notification_or_is_not() -> None:
 # -------------------------------------------------------------------------- what is not right
 
 
-def question(reader: Party, owner: Party, changes: dict[str, object] | None = None) -> Read:
+def question(reader: Party, owner: Party, changes: dict[str, Any] | None = None) -> Read:
     """Return a sound question, but for the changes."""
     source, target = owner.pieces([0, 8], [4, 4]), reader.pieces([0, 8], [4, 4])
     everything = slice(None)
-    values: dict[str, object] = {
+    values: dict[str, Any] = {
         "id": 77,
         "owner": "owner",
         "introduction": Introduction.of(*reader.introduce()).encode(),
@@ -224,7 +225,7 @@ def question(reader: Party, owner: Party, changes: dict[str, object] | None = No
         "source": Side.of(source, everything),
         "target": Side.of(target, everything),
     }
-    return Read(**{**values, **(changes or {})})  # type: ignore[arg-type]
+    return Read(**{**values, **(changes or {})})
 
 
 def side(address: list[int], memory_kind: str = "dram", device: int = 0) -> Side:
