@@ -223,12 +223,12 @@ def test_notices_that_get_lost_or_come_twice_cost_a_moment(
 def test_blocks_of_which_digests_are_taken_are_in_use(engine: Make, way: str) -> None:
     """Their lease is over meanwhile. What was read is then worth nothing; what was written is."""
     held = Held()
-    own = {**LOCAL, "lease_s": 0.5, "lease_longest_s": 0.5}
+    own = {**LOCAL, "lease_s": 2.0, "lease_longest_s": 2.0}
     p = engine("p", own, workers=working_in(held, **own))
     d = engine("d", checking("full", way))
     d.load("r", OURS, TOKENS, p.prefill("r", THEIRS, TOKENS))
     run([p, d], lambda: bool(held.waiting))
-    until_s = time.monotonic() + 0.8
+    until_s = time.monotonic() + 2.5
     run([p, d], lambda: time.monotonic() > until_s)
     assert "r" not in p.sent
     assert "r" not in d.loaded
