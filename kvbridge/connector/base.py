@@ -169,6 +169,9 @@ class Connector(PPAwareHandshake):
     def drop_standby(self, load: object) -> None:
         """Give up a load that was standing by, and tell the other engine."""
 
+    def abort_load(self, request_id: str) -> None:
+        """Go on no further with a load, if one runs; :meth:`get_finished` reports its end."""
+
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Wait until a layer may be used; loads beside the steps need no waiting."""
 

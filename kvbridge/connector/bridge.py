@@ -201,6 +201,9 @@ class BridgeConnector(Connector):
         half = self.worker_half
         half.load(_as_load(load).emptied(), timeout_s=half.timeout_s)
 
+    def abort_load(self, request_id: str) -> None:
+        self.worker_half.abort(request_id)
+
     def stats(self) -> Stats:
         halves = (self._scheduler_half, self._worker_half)
         return sum((half.stats() for half in halves if half is not None), Stats())

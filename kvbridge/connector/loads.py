@@ -26,6 +26,8 @@ from kvbridge.transport import State
 
 _log = logging.getLogger(__name__)
 
+_ABORTED = "the request was aborted"
+
 
 class Loads:
     """Meets the engines that loads name, has them read in order, and counts what becomes of it.
@@ -79,6 +81,20 @@ class Loads:
         now_s = self._clock()
         self._waiting.append(Waiting(load, self._meet(load), now_s, now_s + timeout_s))
 
+    def abort(self, request_id: str) -> None:
+        """Go on no further with a load, and tell its engine that nothing is needed any more.
+
+        It is reported once it is quiet, like any other. One that has not begun is quiet at once;
+        what is left of it is to meet its engine, and to tell it.
+        """
+        for waiting in self._waiting:
+            if waiting.load.request_id == request_id and not waiting.load.is_empty:
+                self._fail(waiting, _ABORTED, "aborted")
+                waiting.load = waiting.load.emptied()
+        for reading in self._reading:
+            if reading.waited.load.request_id == request_id:
+                self._agent.cancel(reading.transfer, _ABORTED)
+
     def start(self) -> None:
         """Start the loads whose engines have been met, as far as there are places."""
         for met in self._meetings.poll():
@@ -106,7 +122,9 @@ class Loads:
                 each.has_ended = True
                 self._tally.ended(each)
                 if not transfer.quiet:
-                    _log.warning(
+                    level = logging.INFO if transfer.cause == "aborted" else logging.WARNING
+                    _log.log(
+                        level,
                         "request %s is given up over %s: %s; its blocks are kept until that is "
                         "quiet",
                         request_id,
@@ -118,7 +136,7 @@ class Loads:
                 if each.has_ended and transfer.kind == "push" and transfer.session.lost:
                     self._look_for(each)
                 continue
-            if transfer.state is not State.DONE:
+            if transfer.state is not State.DONE and transfer.cause != "aborted":
                 self._meetings.doubt(transfer.session.engine_id)
             self._ended[request_id] = Loaded(
                 transfer.reason,

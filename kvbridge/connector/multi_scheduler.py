@@ -33,11 +33,13 @@ class MultiStep:
         steps: The metadata of every child.
         loads: Who loads the requests of this step.
         saving: Which children keep the blocks of the requests that have finished.
+        aborted: Requests whose loads nobody wants any more.
     """
 
     steps: Mapping[str, object]
     loads: Mapping[str, MultiLoad] = field(default_factory=dict)
     saving: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    aborted: tuple[str, ...] = ()
 
 
 class MultiScheduler:
@@ -55,6 +57,7 @@ class MultiScheduler:
         self._loads: dict[str, MultiLoad] = {}
         self._saving: dict[str, tuple[str, ...]] = {}
         self._loading: set[str] = set()
+        self._aborted: list[str] = []
 
     @property
     def ready(self) -> bool:
@@ -150,6 +153,8 @@ class MultiScheduler:
         """Have every child keep a request's blocks, and offer them by all."""
         self._offers.pop(request.request_id, None)
         given_up = request.request_id in self._loading
+        if given_up and request.aborted:
+            self._aborted.append(request.request_id)
         if given_up:  # its blocks are written to, so no child may keep them
             request = replace(request, aborted=True)
         saving: list[str] = []
@@ -174,8 +179,8 @@ class MultiScheduler:
             step = self._call(name, child.build_connector_meta, None)
             if step is not None:
                 steps[name] = step
-        taken = MultiStep(steps, self._loads, self._saving)
-        self._loads, self._saving = {}, {}
+        taken = MultiStep(steps, self._loads, self._saving, tuple(self._aborted))
+        self._loads, self._saving, self._aborted = {}, {}, []
         return taken
 
     def stats(self) -> Stats:

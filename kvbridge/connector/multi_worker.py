@@ -28,6 +28,7 @@ class _Running:
     standby: list[tuple[str, object]]
     deadline_s: float
     errors: list[str] = field(default_factory=list)
+    is_aborted: bool = False
 
 
 @dataclass(slots=True)
@@ -92,6 +93,12 @@ class MultiWorker:
             if load.first not in step.steps:  # it could not even be asked
                 error = f"{load.first or 'the first child'} did not take the request"
                 self._next(request_id, self._running[request_id], error, "fault")
+        for request_id in step.aborted:
+            running = self._running.get(request_id)
+            if running is not None:
+                running.is_aborted = True
+                abort = partial(self._children[running.child].abort_load, request_id)
+                self.isolation[running.child].call(abort, None)
 
     def report(self) -> WorkerReport:
         """Make progress, and return what has ended."""
@@ -151,13 +158,19 @@ class MultiWorker:
             return
         del self._running[request_id]
         self._loaded[request_id] = replace(loaded, via=name)
-        for other, load in running.standby:
-            drop = partial(self._children[other].drop_standby, load)
-            self.isolation[other].call(drop, None)
+        self._drop_standby(running)
+
+    def _drop_standby(self, running: _Running) -> None:
+        """Tell those that stand by that they are not needed."""
+        for name, load in running.standby:
+            self.isolation[name].call(partial(self._children[name].drop_standby, load), None)
+        running.standby.clear()
 
     def _next(self, request_id: str, running: _Running, error: str, cause: Cause) -> None:
         """Have the next child load what the last one could not; its blocks are quiet."""
         running.errors.append(error)
+        if running.is_aborted:
+            self._drop_standby(running)
         while running.standby:
             name, load = running.standby.pop(0)
             left_s = running.deadline_s - self._clock()

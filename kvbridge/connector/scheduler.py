@@ -106,6 +106,7 @@ class BridgeScheduler:
             self._renewals = Renewals(dialer, self._engine_id, timeout_s=meet_s, clock=clock)
         server.keep = self._holds.keep
         self._loads: list[Load] = []
+        self._aborted: list[str] = []  # those of which the workers have not been told
         self._meter = Meter(SCHEDULER, name, config.transport)
         self._sources = Sources(config, name, self._meter)
         self._offers = Offers(
@@ -218,6 +219,8 @@ class BridgeScheduler:
         is_loading = request.request_id in self._loading
         if not is_loading:
             self._renew_no_more(request.request_id)
+        elif request.aborted:
+            self._aborted.append(request.request_id)
         try:
             chosen = params.chosen_id(request.params)
         except ConfigError as error:
@@ -282,8 +285,9 @@ class BridgeScheduler:
             self._renewals.poll()
         engine = self._engine if self._engine_is_new else None
         never = self._offers.take_withheld()
-        step = StepMetadata(tuple(self._loads), engine, *self._holds.take(), never)
-        self._loads, self._engine_is_new = [], False
+        aborted = tuple(self._aborted)
+        step = StepMetadata(tuple(self._loads), engine, *self._holds.take(), never, aborted)
+        self._loads, self._aborted, self._engine_is_new = [], [], False
         return step
 
     def close(self) -> None:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from kvbridge.session import CAUSES
+from kvbridge.session import CAUSES, Cause
 
 OWN = ("connector", "transport")
 """Whose it is: the name tells two connectors over one transport apart."""
@@ -38,6 +38,12 @@ DIRECTIONS = ("read", "write")
 _COUNTED = tuple(cause for cause in CAUSES if cause != "fault")  # which never gets to us
 PHASES = ("meeting", "queued", "reading")
 
+
+def outcome_of(cause: Cause) -> str:
+    """Return what a load that did not succeed counts as: to be unwanted is no failure."""
+    return "aborted" if cause == "aborted" else "failed"
+
+
 HANDSHAKES = Series(
     "kvbridge_handshakes_total",
     "counter",
@@ -65,7 +71,7 @@ TRANSFERS = Series(
     tuple(
         (direction, *outcome)
         for direction in DIRECTIONS
-        for outcome in (("ok", ""), *(("failed", cause) for cause in _COUNTED))
+        for outcome in (("ok", ""), *((outcome_of(cause), cause) for cause in _COUNTED))
     ),
 )
 TRANSFER_BYTES = Series(

@@ -71,6 +71,7 @@ class StepMetadata:
         renewed: What is to be kept for longer: for each transfer id, seconds from now on.
         drain_s: Keep nothing for longer than so many seconds from now on; None for no such limit.
         never: Transfer ids that others may have asked for, of which nothing will ever be kept.
+        aborted: Our engine's names of requests whose loads nobody wants any more.
     """
 
     loads: tuple[Load, ...] = ()
@@ -79,3 +80,4 @@ class StepMetadata:
     renewed: Mapping[str, float] = field(default_factory=dict)
     drain_s: float | None = None
     never: tuple[str, ...] = ()
+    aborted: tuple[str, ...] = ()

@@ -17,6 +17,7 @@ from kvbridge.connector.series import (
     TRANSFER_BYTES,
     TRANSFER_SECONDS,
     TRANSFERS,
+    outcome_of,
 )
 from kvbridge.connector.stats import Key, Meter
 from kvbridge.errors import (
@@ -62,7 +63,7 @@ class Tally:
         if waiting.load.is_empty:
             self._meter.count(NOTICES_LOST, cause)
         else:
-            self._meter.count(TRANSFERS, waiting.direction, "failed", cause)
+            self._meter.count(TRANSFERS, waiting.direction, outcome_of(cause), cause)
 
     def ended(self, reading: Reading) -> None:
         """Count how a load has ended that had begun to read."""
@@ -70,7 +71,7 @@ class Tally:
         direction = waited.direction
         self._checked(transfer)
         if transfer.state is not State.DONE:
-            meter.count(TRANSFERS, direction, "failed", transfer.cause)
+            meter.count(TRANSFERS, direction, outcome_of(transfer.cause), transfer.cause)
             return
         meter.count(TRANSFERS, direction, "ok", "")
         meter.measure(TRANSFER_BYTES, sum(source.nbytes for source in transfer.sources), direction)

@@ -34,7 +34,8 @@ def choose_way(
         direction: What the configuration says.
         address: Where that engine can meet this one; None if that is unknown.
         is_expected: Whether the blocks are still being computed, so that nobody can read them.
-        timeout_s: How long it may take to say that it can; a quarter of that if it can be read.
+        timeout_s: How long engines may take to meet. That engine has to meet this one, and then
+            to say so, for which it has twice as long; a quarter of it if it can be read instead.
         now_s: Clock of the agent.
 
     Raises:
@@ -53,7 +54,7 @@ def choose_way(
         if greeting is None or (
             greeting.state is State.FAILED and now_s >= greeting.ended_s + GREET_AGAIN_S
         ):
-            wait_s = timeout_s if must_push else timeout_s / 4
+            wait_s = 2 * timeout_s if must_push else timeout_s / 4
             greeting = agent.greet(session.engine_id, address, timeout_s=wait_s)
         if greeting.state is State.PENDING:
             return None

@@ -213,6 +213,18 @@ class BridgeWorker:
         if step.engine is not None:
             self.agent.share_engine(step.engine)
         now_s = self._clock()
+        self._keep(step, now_s)
+        for transfer_id in step.never:
+            self.agent.expire(transfer_id)
+            if self._gifts is not None:
+                self._gifts.stop(transfer_id)
+        for load in step.loads:
+            self.load(load, timeout_s=self._config.timeout_s)
+        for request_id in step.aborted:
+            self.abort(request_id)
+
+    def _keep(self, step: StepMetadata, now_s: float) -> None:
+        """Keep what is new, and for how long from now on."""
         for hold in step.holds:
             tables = [BlockTable(ids) for ids in hold.block_ids]
             if self.agent.hold(hold.transfer_id, hold.lease, tables, hold.num_tokens):
@@ -225,12 +237,6 @@ class BridgeWorker:
         if step.drain_s is not None:
             end_s = now_s + step.drain_s
             self._held = {each: (name, min(at, end_s)) for each, (name, at) in self._held.items()}
-        for transfer_id in step.never:
-            self.agent.expire(transfer_id)
-            if self._gifts is not None:
-                self._gifts.stop(transfer_id)
-        for load in step.loads:
-            self.load(load, timeout_s=self._config.timeout_s)
 
     def load(self, load: Load, *, timeout_s: float) -> None:
         """Begin a load.
@@ -241,6 +247,11 @@ class BridgeWorker:
         if self._loads is None:
             raise ConfigError("no cache is registered yet; call register_kv_caches first")
         self._loads.add(load, timeout_s=timeout_s)
+
+    def abort(self, request_id: str) -> None:
+        """Go on no further with a load, if it has not ended."""
+        if self._loads is not None:
+            self._loads.abort(request_id)
 
     def report(self) -> WorkerReport:
         """Make progress, and return what has ended."""

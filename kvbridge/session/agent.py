@@ -382,6 +382,18 @@ class RankAgent:
         self._live.add(transfer)
         return transfer
 
+    def cancel(self, transfer: Transfer, reason: str) -> None:
+        """Go on no further with a transfer; the producer is told as soon as that is possible.
+
+        The next :meth:`poll` ends it as failed, unless it has ended before. As after its deadline,
+        its blocks must not be used for anything else until it is quiet.
+
+        Args:
+            transfer: One of this rank.
+            reason: Why nobody wants it any more.
+        """
+        self._live.cancel(transfer, reason, self._clock())
+
     def digest(self, asks: DigestRequest) -> Future[Values]:
         """Begin to take digests of what a request holds that is held.
 

@@ -21,6 +21,7 @@ Cause = Literal[
     "lease",
     "corrupt",
     "deadline",
+    "aborted",
     "fault",
     "shutdown",
 ]
@@ -34,6 +35,7 @@ Cause = Literal[
 - ``lease``: the blocks were not kept until they were read.
 - ``corrupt``: what has come is not what the other engine holds; only a payload check finds that.
 - ``deadline``: there was not enough time.
+- ``aborted``: nobody wants them any more.
 - ``fault``: a connector's own code has raised.
 - ``shutdown``: the reader was shut down; nobody is told, so this one is only counted.
 """
@@ -53,5 +55,5 @@ def cause_of(error: KVBridgeError) -> Cause:
 
 def cause_told(word: str, *, otherwise: Cause) -> Cause:
     """Return why a rank of another engine has refused something, from what it says itself."""
-    told = (cause for cause in CAUSES if cause not in {"fault", "shutdown"})
+    told = (cause for cause in CAUSES if cause not in {"aborted", "fault", "shutdown"})
     return next((cause for cause in told if cause == word), otherwise)

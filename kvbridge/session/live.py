@@ -40,6 +40,11 @@ class LiveTransfers:
         """Take one that has been started."""
         self._live.append(transfer)
 
+    def cancel(self, transfer: Transfer, reason: str, now_s: float) -> None:
+        """Let one end with the next poll, however much of it is still on its way."""
+        transfer.fail(reason, "aborted")
+        transfer.deadline_s = min(transfer.deadline_s, now_s)
+
     def are_with(self, session: Session) -> bool:
         """Whether one is with a remote engine, and has not ended or is not quiet."""
         return any(each.session is session for each in (*self._live, *self._untold))

@@ -200,7 +200,7 @@ class Checks:
         words = f"digests of ranks {silent} had not come" if silent else "digests were not taken"
         if silent and not transfer.session.answers:
             words += f" (they must be able to meet this engine at {_at(check.check.asks)})"
-        transfer.checked = Checked("failed", "deadline")
+        transfer.checked = None if transfer.reason else Checked("failed", "deadline")
         self._end(check)
         return words
 

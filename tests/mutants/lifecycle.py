@@ -224,6 +224,29 @@ def does_not_decline_what_was_aborted(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(BridgeScheduler, "not_needed", lambda self, request: None)
 
 
+@bug("can touch it", "its own bytes")
+def ends_what_is_aborted_at_once(patch: pytest.MonkeyPatch) -> None:
+    def abort(self: Loads, request_id: str) -> None:
+        sound(self, request_id)
+        for each in list(self._reading):
+            if each.waited.load.request_id == request_id:
+                self._reading.remove(each)
+                self._fail(each.waited, "the request was aborted", "aborted")
+
+    sound = Loads.abort
+    patch.setattr(Loads, "abort", abort)
+
+
+@bug("has said so", "says so")
+def tells_nobody_that_a_waiting_load_was_aborted(patch: pytest.MonkeyPatch) -> None:
+    def abort(self: Loads, request_id: str) -> None:
+        sound(self, request_id)
+        self._waiting = [w for w in self._waiting if w.load.request_id != request_id]
+
+    sound = Loads.abort
+    patch.setattr(Loads, "abort", abort)
+
+
 @bug("says so")
 def does_not_tell_ranks_that_it_does_not_read(patch: pytest.MonkeyPatch) -> None:
     def told_by(plan: EngineTransferPlan) -> list[Rank]:

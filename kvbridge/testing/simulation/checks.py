@@ -213,6 +213,10 @@ def check_renewed(leg: Leg) -> None:
 def check_cause(leg: Leg) -> None:
     """Check that a load failed for something that has happened."""
     engine, giver = leg.engine, leg.engine.plant.giver_of(leg)
+    if "aborted" in leg.error:
+        if not leg.aborted:
+            engine.world.violate(FAIR, "nobody has aborted it", leg.job.number, engine.name)
+        return
     if not any(words in leg.error for words in ("its lease", "kept no longer")):
         if engine.scenario.faults.calm:
             engine.world.violate(
