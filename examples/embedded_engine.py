@@ -120,6 +120,10 @@ def decode(engine: Engine, request: Request) -> None:
     loaded = None
     while tokens and loaded is None:  # what else is there to run goes on running
         loaded = engine.step().loaded.get(request.request_id)
+    if loaded and not loaded.ok and not loaded.recompute:
+        print(f"decode: nothing was loaded, so the request fails: {loaded.error}")
+        engine.finish(request)
+        return
     if loaded and not loaded.ok:
         print(f"decode: nothing was loaded, so it is computed: {loaded.error}")
         tokens = 0
@@ -154,12 +158,14 @@ def main() -> None:
     parser.add_argument("--transport", default="local", help="local, nixl, ucx, ...")
     parser.add_argument("--cache", choices=["numpy", "torch"], default="numpy")
     parser.add_argument("--kill", action="store_true", help="kill prefill before it is read")
+    parser.add_argument("--on-failure", choices=["recompute", "fail"], default="recompute")
     words = parser.parse_args()
     config = {
         "transport": words.transport,
         "lease_s": 30,  # how long prefill keeps blocks for readers that it does not hear of
         "timeout_s": 20,  # how long a load of decode may take
         "handshake": {"timeout_s": 5},  # and of that, to meet the other engine
+        "on_failure": words.on_failure,  # what becomes of a request that decode could not load
     }
     with contextlib.closing(Engine("decode", config, words.cache)) as engine:
         context = multiprocessing.get_context("spawn")  # no transport survives a fork

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from kvbridge.config import Config, parse_config
+from kvbridge.connector.values import OnFailure
 from kvbridge.errors import ConfigError
 from kvbridge.handshake import EngineAddress, Networks, SecurityConfig
 from kvbridge.session.leases import SLOTS
@@ -65,6 +66,8 @@ class ConnectorConfig(Config, frozen=True):
         leases_max: For how many requests at once blocks may be kept; others are not offered.
         payload_check: Whether what has been loaded is compared with what the other engine holds:
             not at all, some chunks of each rank (``"sampled"``), or all of it (``"full"``).
+        on_failure: What engines are told to do with a request that could not be loaded: to compute
+            it, or to fail it; the same for all connectors of an engine.
     """
 
     transport: str = "local"
@@ -80,6 +83,7 @@ class ConnectorConfig(Config, frozen=True):
     direction: Literal["auto", "pull", "push"] = "auto"
     leases_max: Annotated[int, Meta(ge=1, le=SLOTS)] = SLOTS
     payload_check: Literal["off", "sampled", "full"] = "off"
+    on_failure: OnFailure = "recompute"
 
 
 def connector_configs(values: object) -> dict[str, ConnectorConfig]:
@@ -104,6 +108,7 @@ def connector_configs(values: object) -> dict[str, ConnectorConfig]:
         configs[name] = config
     _check_ports(configs)
     _check_peers(configs)
+    _check_on_failure(configs)
     if not configs:
         raise ConfigError(
             "no connector is configured; give at least one, such as {transport: nixl}"
@@ -160,6 +165,16 @@ def _check_peers(configs: Mapping[str, ConnectorConfig]) -> None:
                     "each connector of a peer has a port of its own, so give each child here "
                     "handshake.peers of its own"
                 )
+
+
+def _check_on_failure(configs: Mapping[str, ConnectorConfig]) -> None:
+    """Refuse two words about one thing: a request fails as a whole, whoever was to load it."""
+    words = {name: config.on_failure for name, config in configs.items()}
+    if len(set(words.values())) > 1:
+        listed = ", ".join(f"{name!r} has {word!r}" for name, word in words.items())
+        raise ConfigError(
+            f"on_failure differs: {listed}; give it once, beside the list of connectors"
+        )
 
 
 def _children(values: object) -> Sequence[Mapping[str, Any] | ConnectorConfig]:

@@ -93,4 +93,5 @@ def _connector(
     if len(made) == 1:
         return next(iter(made.values()))
     longest_s = max(config.timeout_s for config in configs.values())
-    return MultiConnector(made, pp_size=pp_size, timeout_s=longest_s)
+    on_failure = next(iter(configs.values())).on_failure  # that of all of them
+    return MultiConnector(made, pp_size=pp_size, timeout_s=longest_s, on_failure=on_failure)

@@ -42,6 +42,7 @@ class ReportGatherer:
                 tuple(source for _, each in sorted(by_rank.items()) for source in each.sources),
                 max(each.seconds for each in by_rank.values()),
                 failed[0][1].cause if failed else "",
+                bool(failed) and all(each.recompute for _, each in failed),
             )
         sent, expired = set(), set()
         for request_id in [r for r, by in self._sent.items() if by.keys() >= self._ranks]:

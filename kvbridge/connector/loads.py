@@ -10,7 +10,7 @@ from kvbridge.connector.loading import Reading, Waiting
 from kvbridge.connector.stats import Key, Meter
 from kvbridge.connector.step import Load
 from kvbridge.connector.tally import Tally, count_pending
-from kvbridge.connector.values import Loaded
+from kvbridge.connector.values import Loaded, OnFailure
 from kvbridge.connector.ways import can_read, choose_way
 from kvbridge.errors import KVBridgeError, NotSupportedError
 from kvbridge.session import (
@@ -47,6 +47,7 @@ class Loads:
         reads_max: int,
         direction: Literal["auto", "pull", "push"] = "auto",
         payload_check: Literal["off"] | CheckMode = "off",
+        on_failure: OnFailure = "recompute",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Take what it works with; the caller closes that.
@@ -59,6 +60,7 @@ class Loads:
             reads_max: So many loads read at once.
             direction: Whether they read, or the other engine writes.
             payload_check: Whether what has come is compared with what is there.
+            on_failure: What is to become of requests that could not be loaded.
             clock: That of the agent.
         """
         self._name, self._agent, self._meetings = name, agent, meetings
@@ -67,7 +69,7 @@ class Loads:
         self._waiting: list[Waiting] = []
         self._reading: list[Reading] = []
         self._ended: dict[str, Loaded] = {}
-        self._direction = direction
+        self._direction, self._on_failure = direction, on_failure
         self._check = None if payload_check == "off" else payload_check
         self._tally = Tally(meter, self._check)
         self._said_unleased = False
@@ -144,7 +146,7 @@ class Loads:
                 tuple(transfer.sources),
                 transfer.seconds,
                 transfer.cause,
-            )
+            ).under(self._on_failure)
         self._reading = running
 
     def _look_for(self, each: Reading) -> None:
@@ -307,4 +309,5 @@ class Loads:
         if load.is_empty:
             _log.info("engine %s was not told: %s", load.remote.engine_id, error)
         else:
-            self._ended[load.request_id] = Loaded(error, self._name, cause=cause)
+            ended = Loaded(error, self._name, cause=cause)
+            self._ended[load.request_id] = ended.under(self._on_failure)

@@ -10,7 +10,7 @@ from kvbridge.connector.base import Connector
 from kvbridge.connector.multi_scheduler import MultiScheduler, MultiStep
 from kvbridge.connector.multi_worker import MultiWorker
 from kvbridge.connector.stats import Stats
-from kvbridge.connector.values import BlockIds, Request, WorkerReport
+from kvbridge.connector.values import BlockIds, OnFailure, Request, WorkerReport
 from kvbridge.errors import ConfigError, HandshakeError
 from kvbridge.handshake import HandshakeMetadata, PPAwareHandshake, hand_over
 from kvbridge.handshake.wire import decode, encode
@@ -37,6 +37,7 @@ class MultiConnector(Connector):
         *,
         pp_size: int = 1,
         timeout_s: float = 60.0,
+        on_failure: OnFailure = "recompute",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Take the children: all of them scheduler halves, or all of them worker halves.
@@ -45,6 +46,8 @@ class MultiConnector(Connector):
             children: Connectors by name; the names are the same on both engines.
             pp_size: Pipeline stages of the engine.
             timeout_s: How long a load may take, over all children.
+            on_failure: What is to become of requests that none of them could load, whatever the
+                children say of their own loads.
             clock: Seconds that never run backwards.
 
         Raises:
@@ -56,7 +59,7 @@ class MultiConnector(Connector):
         layouts = (child.required_layout for child in self.children.values())
         self.required_layout = next(filter(None, layouts), None)
         self.scheduler_half = MultiScheduler(self.children, clock)
-        self.worker_half = MultiWorker(self.children, timeout_s, clock)
+        self.worker_half = MultiWorker(self.children, timeout_s, on_failure, clock)
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, HandshakeMetadata]) -> None:
         """Give every child its own metadata back."""

@@ -12,7 +12,7 @@ from kvbridge.connector.isolation import Isolation, errors_of
 from kvbridge.connector.multi_scheduler import MultiStep
 from kvbridge.connector.series import CHILD_REPORTS_IGNORED, FAILOVERS
 from kvbridge.connector.stats import Key, Stats
-from kvbridge.connector.values import Loaded, WorkerReport
+from kvbridge.connector.values import Loaded, OnFailure, WorkerReport
 from kvbridge.session import Cause
 
 _log = logging.getLogger(__name__)
@@ -56,10 +56,15 @@ class MultiWorker:
     """
 
     def __init__(
-        self, children: Mapping[str, Connector], timeout_s: float, clock: Callable[[], float]
+        self,
+        children: Mapping[str, Connector],
+        timeout_s: float,
+        on_failure: OnFailure,
+        clock: Callable[[], float],
     ) -> None:
         """Take the children."""
         self._children, self._timeout_s, self._clock = children, timeout_s, clock
+        self._on_failure = on_failure
         self.isolation = {name: Isolation(name, clock) for name in children}
         self._running: dict[str, _Running] = {}
         self._saving: dict[str, _Saving] = {}
@@ -186,7 +191,9 @@ class MultiWorker:
             running.errors.append(f"{name}: {self.isolation[name].last_error}")
             cause = "fault"
         del self._running[request_id]
-        self._loaded[request_id] = Loaded("; ".join(running.errors), running.child, cause=cause)
+        loaded = Loaded("; ".join(running.errors), running.child, cause=cause)
+        on_failure = "fail" if running.is_aborted else self._on_failure
+        self._loaded[request_id] = loaded.under(on_failure)
 
     def _standby_started(self, name: str, load: object, timeout_s: float) -> bool:
         self._children[name].start_standby(load, timeout_s=timeout_s)

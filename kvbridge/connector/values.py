@@ -1,10 +1,13 @@
 """What engines and connectors hand each other: plain values, the same for every engine."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from kvbridge.session import Cause, SourceStats
+
+OnFailure = Literal["recompute", "fail"]
+"""What is to become of a request that could not be loaded."""
 
 BlockIds = tuple[tuple[int, ...], ...]
 """For each cache group the blocks of a request, in the order of their tokens."""
@@ -39,6 +42,8 @@ class Loaded:
         sources: What each remote rank contributed.
         seconds: From the first read to the last.
         cause: Why it failed, in a word; of several connectors, that of the last one that was tried.
+        recompute: Whether the engine is to compute what has not come; if it failed and this is
+            false, the request is to fail. False too if it was aborted: nobody waits for it.
     """
 
     error: str = ""
@@ -46,11 +51,17 @@ class Loaded:
     sources: tuple[SourceStats, ...] = ()
     seconds: float = 0.0
     cause: Cause = ""
+    recompute: bool = False
 
     @property
     def ok(self) -> bool:
         """Whether the blocks hold what was asked for."""
         return not self.error
+
+    def under(self, on_failure: OnFailure) -> "Loaded":
+        """Return the same with what is to become of the request."""
+        unwanted = self.ok or self.cause == "aborted"
+        return replace(self, recompute=on_failure == "recompute" and not unwanted)
 
 
 @dataclass(frozen=True, slots=True)

@@ -198,6 +198,7 @@ class BridgeWorker:
             reads_max=self._config.reads_max,
             direction=self._config.direction,
             payload_check=self._config.payload_check,
+            on_failure=self._config.on_failure,
             clock=self._clock,
         )
         self._gifts = Gifts(self._agent, self._introductions, clock=self._clock)

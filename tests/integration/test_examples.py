@@ -58,6 +58,15 @@ def test_embedded_engine_computes_what_a_killed_one_held() -> None:
 
 
 @pytest.mark.multi_process
+def test_embedded_engine_fails_a_request_where_that_is_configured() -> None:
+    process = start_embedded("--kill", "--on-failure", "fail")
+    said, complaint = process.communicate(timeout=50)
+    assert process.returncode == 0, complaint
+    assert "decode: nothing was loaded, so the request fails: no answer from 127.0.0.1:" in said
+    assert "computed, and all of them are right" not in said
+
+
+@pytest.mark.multi_process
 def test_embedded_engine_is_interrupted() -> None:
     process = start_embedded()
     wait_for_child(process, "spawn_main")

@@ -183,9 +183,11 @@ def test_one_byte_that_has_changed_is_found_and_named(
     assert not p.expired
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_blocks_that_their_owner_has_changed_are_found(engine: Make, way: str) -> None:
-    p, d = engine("p", LOCAL, tp=2), engine("d", checking("full", way))
+@pytest.mark.parametrize(("way", "on_failure"), [("pull", "recompute"), ("push", "fail")])
+def test_blocks_that_their_owner_has_changed_are_found(
+    engine: Make, way: str, on_failure: str
+) -> None:
+    p, d = engine("p", LOCAL, tp=2), engine("d", checking("full", way, on_failure=on_failure))
 
     def spoil() -> None:
         p.memory[0, 1][0, THEIRS[0], 0, 1, 1, 3] += 1
@@ -194,6 +196,7 @@ def test_blocks_that_their_owner_has_changed_are_found(engine: Make, way: str) -
     d.load("r", OURS, TOKENS, p.prefill("r", THEIRS, TOKENS))
     run([p, d], lambda: "r" in d.loaded and "r" in p.sent)
     assert d.loaded["r"].cause == "corrupt"
+    assert d.loaded["r"].recompute == (on_failure == "recompute")
     assert "rank (0, 1)" in d.loaded["r"].error
     assert "layer 0 'layers.0'" in d.loaded["r"].error
     assert holds_nothing(p, d)

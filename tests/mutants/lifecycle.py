@@ -11,7 +11,7 @@ from kvbridge.connector.loads import Loads
 from kvbridge.connector.multi_worker import MultiWorker
 from kvbridge.connector.scheduler import BridgeScheduler
 from kvbridge.connector.step import Load
-from kvbridge.connector.values import WorkerReport
+from kvbridge.connector.values import Loaded, WorkerReport
 from kvbridge.connector.worker import BridgeWorker
 from kvbridge.handshake import Release
 from kvbridge.model import Rank
@@ -217,6 +217,12 @@ def reports_a_load_twice(patch: pytest.MonkeyPatch) -> None:
 
     sound = BridgeWorker.report
     patch.setattr(BridgeWorker, "report", report)
+
+
+@bug("as configured")
+def has_computed_what_shall_fail(patch: pytest.MonkeyPatch) -> None:
+    sound = Loaded.under
+    patch.setattr(Loaded, "under", lambda self, on_failure: sound(self, "recompute"))
 
 
 @bug("has said so", "says so")

@@ -310,6 +310,25 @@ def test_a_load_without_time_left_fails_with_the_reason() -> None:
     assert (ended.error, ended.cause) == ("a: no link; no time left for b", "transport")
 
 
+@pytest.mark.parametrize("on_failure", ["recompute", "fail"])
+def test_what_no_child_could_load_is_computed_or_fails_whatever_they_say(on_failure: Any) -> None:
+    both = Both(on_failure=on_failure)
+    both.begin()
+    both.a.reports.append(loaded("r", "no link"))
+    both.multi.get_finished()
+    both.b.reports.append(WorkerReport({"r": Loaded("no link", recompute=on_failure == "fail")}))
+    assert both.multi.get_finished().loaded["r"].recompute == (on_failure == "recompute")
+
+
+def test_what_children_could_not_load_because_they_raise_is_computed_too() -> None:
+    both = Both()
+    both.a.raising.add("start")
+    both.b.raising.add("start_standby")
+    both.begin()
+    ended = both.multi.get_finished().loaded["r"]
+    assert (ended.cause, ended.recompute) == ("fault", True)
+
+
 def test_the_child_that_stood_by_is_told_once_the_first_one_is_done() -> None:
     both = Both()
     both.begin()
@@ -508,3 +527,23 @@ def test_an_end_counts_once_every_rank_has_reported_it() -> None:
     assert report.loaded == {"r": Loaded("rank (1, 0): no link", "a, b", cause="transport")}
     assert report.sent == {"s"}
     assert gatherer.take() == WorkerReport()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "recompute"),
+    [
+        ([Loaded(), Loaded("no link", recompute=True)], True),
+        ([Loaded("no link", recompute=True)] * 2, True),
+        ([Loaded(), Loaded("no link")], False),
+        ([Loaded("no link", recompute=True), Loaded("aborted", cause="aborted")], False),
+        ([Loaded(), Loaded()], False),
+    ],
+    ids=["one failed", "both", "one shall fail", "one was aborted", "none"],
+)
+def test_a_request_is_computed_if_every_rank_that_failed_says_so(
+    ranks: list[Loaded], recompute: bool
+) -> None:
+    gatherer = ReportGatherer([(0, 0), (0, 1)])
+    for i, each in enumerate(ranks):
+        gatherer.add((0, i), WorkerReport({"r": each}))
+    assert gatherer.take().loaded["r"].recompute == recompute

@@ -36,6 +36,7 @@ FOUND = {
     "keeps_the_slots_of_expired_leases": (0, 60),
     "looks_at_the_lease_before_the_bytes": (1438, 100),
     "looks_at_no_lease": (4, 60),
+    "has_computed_what_shall_fail": (0, 60),
     "takes_a_lease_that_has_not_begun_for_one_that_is_over": (60, 100),
     "calls_a_late_transfer_quiet": (0, 60),
     "ends_with_the_first_read_that_failed": (3, 60),

@@ -53,6 +53,7 @@ class Build:
                 handshake=HandshakeConfig(timeout_s=scenario.meet_s),
                 direction=way,
                 leases_max=scenario.slots,
+                on_failure=scenario.on_failure,
             )
             for name in scenario.children
             for way in sorted(set(scenario.ways))
@@ -122,6 +123,7 @@ class Build:
             halves,
             pp_size=engine.shape.pp,
             timeout_s=self.scenario.timeout_s,
+            on_failure=self.scenario.on_failure,
             clock=self.world.clock,
         )
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvbridge.connector import Loaded
 from kvbridge.model import Rank
 from kvbridge.session.leases import WORD_NBYTES
 from kvbridge.testing.simulation.jobs import Leg, Offer
@@ -13,6 +14,7 @@ from kvbridge.testing.simulation.operations import Operation
 from kvbridge.testing.simulation.rules import (
     FAIR,
     OWN,
+    POLICY,
     PROMISED,
     QUIET,
     READERS,
@@ -208,6 +210,14 @@ def check_renewed(leg: Leg) -> None:
             engine.name,
             giver.engine.name,
         )
+
+
+def check_policy(leg: Leg, loaded: Loaded) -> None:
+    """Check that an engine is told what to do with a request that was not loaded."""
+    engine, on_failure = leg.engine, leg.engine.scenario.on_failure
+    if not leg.aborted and loaded.recompute != (on_failure == "recompute"):
+        text = f"on_failure is {on_failure!r}, recompute is {loaded.recompute}: {loaded.error}"
+        engine.world.violate(POLICY, text, leg.job.number, engine.name)
 
 
 def check_cause(leg: Leg) -> None:

@@ -262,6 +262,7 @@ class Engine(Ranks):
         elif not lost:
             checks.check_bytes(leg, 0, leg.hit, "what was here, after its load failed")
             checks.check_cause(leg)
+            checks.check_policy(leg, loaded)
             checks.check_renewed(leg)
         if leg.aborted:
             leg.state = "over"
@@ -274,7 +275,7 @@ class Engine(Ranks):
         elif loaded.ok:
             leg.computed = leg.end
             self.running.append(leg)
-        elif self.scenario.recompute:
+        elif loaded.recompute:
             self.running.append(leg)
         else:
             self.finish(leg)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, fields, replace
 from random import Random
 from typing import Literal
 
+from kvbridge.connector.values import OnFailure
 from kvbridge.session.leases import SLOTS
 
 LAYERS = 2
@@ -165,7 +166,7 @@ class Scenario:
         lease_longest_s: How long in all, where they are asked for again and again.
         meet_s: How long an engine may take to answer.
         patience_s: How long a client waits.
-        recompute: Whether engines compute what could not be loaded.
+        on_failure: Whether engines compute what could not be loaded.
         faults: What goes wrong.
         reads: Whether the transport can read.
         writes: Whether it can write.
@@ -189,7 +190,7 @@ class Scenario:
     lease_longest_s: float
     meet_s: float
     patience_s: float
-    recompute: bool
+    on_failure: OnFailure
     faults: Faults
     reads: bool
     writes: bool
@@ -241,7 +242,7 @@ class Scenario:
             lease_longest_s=rng.choice((1.5, 3.0, 6.0)) * lease_s,
             meet_s=rng.choice((0.2, 0.5)),
             patience_s=rng.choice((6.0, 12.0)),
-            recompute=rng.random() < 0.5,
+            on_failure="recompute" if rng.random() < 0.5 else "fail",
             faults=Faults().drawn(rng),
             reads=reads,
             writes=writes,
