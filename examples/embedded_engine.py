@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from kvbridge.connector import Request, WorkerReport, scheduler_connector, worker_connector
-from kvbridge.errors import KVBridgeError
+from kvbridge.errors import KVBridgeError, MemoryBusyError
 from kvbridge.handshake import hand_over
 from kvbridge.model import CacheGroup, RankCache, TransferTopology, attention_layer, memory_region
 from kvbridge.processes import start_uninterrupted
@@ -32,7 +32,8 @@ class Engine:
     def __init__(self, engine_id: str, config: dict[str, Any], library_name: str) -> None:
         library = importlib.import_module(library_name)  # torch takes device="cuda" on a GPU
         shape = (LAYERS, BLOCKS, HEADS, BLOCK_TOKENS, CONTENT)
-        self.cache = library.zeros(shape, dtype=library.float32)
+        self.new_cache = partial(library.zeros, shape, dtype=library.float32)
+        self.cache = self.new_cache()
         self.free = random.sample(range(BLOCKS), BLOCKS)
         self.blocks: dict[str, Blocks] = {}  # those of each request
         self.given_up: set[str] = set()  # those of them that are still being loaded
@@ -60,6 +61,22 @@ class Engine:
         self.worker.register_kv_caches(RankCache(self.engine_id, 0, 0, layers, groups, regions))
         if metadata := self.worker.get_handshake_metadata():
             hand_over(self.scheduler, {(0, 0): metadata})
+
+    def sleep(self) -> None:
+        """Give the memory of the cache back, once nobody uses it."""
+        halves = [self.worker, self.scheduler]  # in this order
+        while halves:
+            try:
+                halves[0].unregister_kv_caches()
+            except MemoryBusyError:
+                self.step()  # and what is being loaded, or written for others, goes on
+            else:
+                halves.pop(0)
+        self.cache = None
+
+    def wake(self) -> None:
+        self.cache = self.new_cache()
+        self.publish()
 
     def step(self) -> WorkerReport:
         """Do what each step has to, whether there is anything to compute or not."""

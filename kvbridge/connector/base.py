@@ -153,7 +153,7 @@ class Connector(PPAwareHandshake):
 
     @abstractmethod
     def get_handshake_metadata(self) -> HandshakeMetadata | None:
-        """Return what this rank publishes; None if that is nothing."""
+        """Return what this rank publishes; None if that is nothing, as without a cache."""
 
     @abstractmethod
     def start_load_kv(self, metadata: object) -> None:
@@ -182,6 +182,20 @@ class Connector(PPAwareHandshake):
         """Wait until what the step computed may be overwritten."""
 
     # --- both ------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def unregister_kv_caches(self) -> None:
+        """Take the cache back, before its memory is freed: the engine goes to sleep.
+
+        Call it on every worker half, and then on the scheduler half, which from then on refuses
+        other engines and offers nothing. What was held is reported as sent and expired. Steps go
+        on; what is to be loaded meanwhile fails. To wake up, register a cache again and hand over
+        what the workers publish. Idempotent.
+
+        Raises:
+            MemoryBusyError: Requests are still being loaded, or others still have something of the
+                cache written or digested. Go on with steps, and call it again.
+        """
 
     def stats(self) -> Stats:
         """Return what this half has counted since it was made; from any thread, at any time.

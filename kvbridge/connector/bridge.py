@@ -180,7 +180,13 @@ class BridgeConnector(Connector):
     def register_kv_caches(self, cache: RankCache) -> None:
         self.worker_half.register(cache)
 
-    def get_handshake_metadata(self) -> HandshakeMetadata:
+    def unregister_kv_caches(self) -> None:
+        if self._scheduler_half is not None:
+            self._scheduler_half.withdraw()
+        if self._worker_half is not None:
+            self._worker_half.unregister()
+
+    def get_handshake_metadata(self) -> HandshakeMetadata | None:
         return self.worker_half.metadata()
 
     def start_load_kv(self, metadata: object) -> None:

@@ -27,6 +27,10 @@ from kvbridge.transport import State
 _log = logging.getLogger(__name__)
 
 _ABORTED = "the request was aborted"
+_NO_CACHE = (
+    "this rank has no cache to load into: it was unregistered; register another one, and hand over "
+    "its metadata, before requests are scheduled"
+)
 
 
 class Loads:
@@ -78,10 +82,18 @@ class Loads:
         """How many have not ended, or are not quiet."""
         return len(self._waiting) + len(self._reading)
 
+    @property
+    def unfinished(self) -> int:
+        """How many use the rank's memory, or will: not those that only tell their engine."""
+        return sum(not each.load.is_empty for each in self._waiting) + len(self._reading)
+
     def add(self, load: Load, *, timeout_s: float) -> None:
         """Take a load."""
         now_s = self._clock()
-        self._waiting.append(Waiting(load, self._meet(load), now_s, now_s + timeout_s))
+        waiting = Waiting(load, self._meet(load), now_s, now_s + timeout_s)
+        self._waiting.append(waiting)
+        if not (load.is_empty or self._agent.has_cache):
+            self._fail_and_tell(waiting, _NO_CACHE, "refused")
 
     def abort(self, request_id: str) -> None:
         """Go on no further with a load, and tell its engine that nothing is needed any more.
@@ -91,8 +103,7 @@ class Loads:
         """
         for waiting in self._waiting:
             if waiting.load.request_id == request_id and not waiting.load.is_empty:
-                self._fail(waiting, _ABORTED, "aborted")
-                waiting.load = waiting.load.emptied()
+                self._fail_and_tell(waiting, _ABORTED, "aborted")
         for reading in self._reading:
             if reading.waited.load.request_id == request_id:
                 self._agent.cancel(reading.transfer, _ABORTED)
@@ -302,6 +313,11 @@ class Loads:
         """Fail a load of which nothing will be read, and tell its engine so."""
         self._fail(each, error, cause)
         self._agent.decline(each.load.remote.engine_id, each.load.remote.request_id)
+
+    def _fail_and_tell(self, each: Waiting, error: str, cause: Cause) -> None:
+        """Fail a load of which nothing will be read; its engine is told once it has been met."""
+        self._fail(each, error, cause)
+        each.load = each.load.emptied()
 
     def _fail(self, each: Waiting, error: str, cause: Cause) -> None:
         load = each.load

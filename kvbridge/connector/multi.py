@@ -100,6 +100,10 @@ class MultiConnector(Connector):
             for each in data.payload
         ]
 
+    def unregister_kv_caches(self) -> None:
+        for child in self.children.values():
+            child.unregister_kv_caches()
+
     def get_handshake_metadata(self) -> HandshakeMetadata | None:
         metadata = [child.get_handshake_metadata() for child in self.children.values()]
         first = next((data for data in metadata if data is not None), None)

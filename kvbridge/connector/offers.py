@@ -105,11 +105,8 @@ class Offers:
             chosen: The name under which another engine may have asked for it.
         """
         engine = self._engine
-        if engine is None:
-            self.withhold(chosen)
-            return None
         transfer_id, lease = chosen or f"{request.request_id}#{next(self._numbers)}", None
-        reason, why = self._objection(request, block_ids, engine.cache)
+        reason, why = self._objection(request, block_ids)
         if not reason and chosen is not None and not self._is_new(chosen):
             reason = "duplicate"
             why = f"its transfer_id {chosen!r:.200} has been another one's; give each its own"
@@ -121,7 +118,7 @@ class Offers:
                 reason = "leases_max"
                 why = f"the blocks of {len(self._holds)} others are held, and {reason} is as low"
         self._meter.count(OFFERS, "declined" if reason else "made", reason)
-        if reason:
+        if reason or engine is None:
             level = self._sources.level_of(reason) if reason == "role" else logging.WARNING
             _log.log(level, "request %s is not offered: %s", request.request_id, why)
             self.withhold(chosen)
@@ -149,8 +146,8 @@ class Offers:
         never, self._never = tuple(self._never), []
         return never
 
-    def close(self) -> None:
-        """Offer nothing any more."""
+    def withdraw(self) -> None:
+        """Offer nothing, unless something is published again."""
         self._engine = None
 
     def _is_new(self, chosen: str) -> bool:
@@ -161,12 +158,12 @@ class Offers:
             self._chosen.popitem(last=False)
         return is_new
 
-    def _objection(
-        self, request: Request, block_ids: BlockIds, cache: RankCache
-    ) -> tuple[str, str]:
+    def _objection(self, request: Request, block_ids: BlockIds) -> tuple[str, str]:
         """Return why a request's blocks cannot be kept, in a word and more; empty if they can."""
         if self._config.role == "consumer":
             return "role", self._sources.one_way
+        if self._engine is None:
+            return "cache", "the engine has published no cache, or has taken it back to sleep"
         if request.request_id in self._holds:
             return "duplicate", (
                 "another one of that id is, since it has finished twice; give each request an id "
@@ -174,7 +171,7 @@ class Offers:
             )
         if self._holds.draining:
             return "draining", "the engine is being drained"
-        held = _tokens_in(block_ids, cache)
+        held = _tokens_in(block_ids, self._engine.cache)
         if held < request.computed_tokens:
             # Which of both is wrong cannot be told; to offer part of it could be the wrong part.
             return "blocks", (

@@ -18,7 +18,7 @@ from kvbridge.connector.sources import Sources
 from kvbridge.connector.stats import Key, Meter, Stats
 from kvbridge.connector.step import Load, StepMetadata
 from kvbridge.connector.values import BlockIds, Request, WorkerReport
-from kvbridge.errors import ConfigError
+from kvbridge.errors import ConfigError, MemoryBusyError
 from kvbridge.handshake import (
     Dialer,
     EngineAddress,
@@ -49,6 +49,9 @@ class Serves(Protocol):
         self, metadata: Mapping[Rank, HandshakeMetadata]
     ) -> None:
         """Tell this from now on."""
+
+    def withdraw(self) -> None:
+        """Refuse everybody, until there is something to tell."""
 
     def close(self) -> None:
         """Tell nobody anything any more."""
@@ -165,6 +168,22 @@ class BridgeScheduler:
             self._entry.announce(next(iter(metadata.values())).incarnation)
         if self._peers is not None:
             self._peers.ask(metadata)
+
+    def withdraw(self) -> None:
+        """Serve and offer nothing, since the ranks have given their memory back.
+
+        Raises:
+            MemoryBusyError: Requests are being loaded, and other engines may have to meet this one
+                to say that they do not write any more.
+        """
+        if self._loading:
+            raise MemoryBusyError(
+                f"connector {self._name!r}: {len(self._loading)} requests have not been reported "
+                "as loaded; unregister the cache of the workers first, and go on with steps until "
+                "they are"
+            )
+        self.server.withdraw()
+        self._offers.withdraw()
 
     def matched_tokens(self, request: Request, computed: int) -> int | None:
         """Return how many tokens beyond those computed another engine holds.
@@ -298,5 +317,5 @@ class BridgeScheduler:
             self._peers.close()
         if self._renewals is not None:
             self._renewals.close()
-        self._offers.close()
+        self._offers.withdraw()
         self.server.close()

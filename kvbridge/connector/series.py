@@ -176,7 +176,7 @@ OFFERS = Series(
         ("made", ""),
         *(
             ("declined", reason)
-            for reason in ("leases_max", "draining", "blocks", "duplicate", "role")
+            for reason in ("leases_max", "draining", "blocks", "duplicate", "role", "cache")
         ),
     ),
 )

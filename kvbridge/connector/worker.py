@@ -22,7 +22,7 @@ from kvbridge.connector.series import (
 from kvbridge.connector.stats import Meter, Stats
 from kvbridge.connector.step import Load, StepMetadata
 from kvbridge.connector.values import WorkerReport
-from kvbridge.errors import ConfigError
+from kvbridge.errors import ConfigError, MemoryBusyError
 from kvbridge.handshake import (
     Dialer,
     DigestRequest,
@@ -205,9 +205,33 @@ class BridgeWorker:
         readers = Readers(self._agent, self._introductions)
         self._answers = Answers(self._agent, readers, clock=self._clock)
 
-    def metadata(self) -> HandshakeMetadata:
-        """Return what the rank publishes."""
-        return self.agent.metadata()
+    def unregister(self) -> None:
+        """Take the rank's cache back, if it has one; what it holds for readers is let go.
+
+        Raises:
+            MemoryBusyError: It is in use.
+        """
+        agent, loads, gifts, answers = self._agent, self._loads, self._gifts, self._answers
+        if agent is None or loads is None or gifts is None or answers is None:
+            return
+        if loads.unfinished:
+            raise self._busy(f"{loads.unfinished} loads into it have not ended", "abort them, or ")
+        for transfer_id in list(self._held):
+            self._let_go(transfer_id)
+        self._leave_quiet(gifts, answers)
+        if self._leaving:
+            raise self._busy(f"{len(self._leaving)} requests are being read there for others")
+        agent.release()
+
+    def _busy(self, why: str, advice: str = "") -> MemoryBusyError:
+        return MemoryBusyError(
+            f"connector {self._name!r} cannot let go of {self.agent.where}: {why}; {advice}go on "
+            "with steps, and unregister it then"
+        )
+
+    def metadata(self) -> HandshakeMetadata | None:
+        """Return what the rank publishes: nothing while it has no cache."""
+        return self.agent.metadata() if self.agent.has_cache else None
 
     def begin(self, step: StepMetadata) -> None:
         """Begin what the scheduler half asked for."""
@@ -230,6 +254,8 @@ class BridgeWorker:
             tables = [BlockTable(ids) for ids in hold.block_ids]
             if self.agent.hold(hold.transfer_id, hold.lease, tables, hold.num_tokens):
                 self._sent.add(hold.request_id)
+                if not self.agent.has_cache:  # it was offered before the cache was taken back
+                    self._count_expired(hold.request_id)
             else:
                 self._held[hold.transfer_id] = (hold.request_id, now_s + self._config.lease_s)
         for transfer_id, lease_s in step.renewed.items():
@@ -324,11 +350,14 @@ class BridgeWorker:
         """Keep blocks no longer, though not every reader has reported; return their request."""
         request_id, _ = self._held[transfer_id]
         self.agent.expire(transfer_id)
-        self._expired.add(request_id)
-        self._meter.count(LEASES_EXPIRED)
+        self._count_expired(request_id)
         if self._gifts is not None:
             self._leave(transfer_id, self._gifts)
         return request_id
+
+    def _count_expired(self, request_id: str) -> None:
+        self._expired.add(request_id)
+        self._meter.count(LEASES_EXPIRED)
 
     def _leave(self, transfer_id: str, gifts: Gifts) -> None:
         """Take note that blocks are not kept any more; they are free once nothing reads them."""

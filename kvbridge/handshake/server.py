@@ -89,6 +89,7 @@ class HandshakeServer(PPAwareHandshake):
         self._lock = threading.Lock()  # what is published changes as a whole
         self._ranks: dict[Rank, HandshakeMetadata] = {}
         self._factors: dict[str, Any] = {}
+        self._absent = RefusalReply("no ranks are published yet", not_yet=True)
         self._generation = 0
         self.refused = 0
         self.unauthenticated = 0
@@ -176,6 +177,14 @@ class HandshakeServer(PPAwareHandshake):
             self._ranks = dict(sorted(metadata.items()))
             self._factors = factors
 
+    def withdraw(self) -> None:
+        """Refuse everybody, until metadata is set again."""
+        with self._lock:
+            self._absent = RefusalReply(
+                "this engine has no cache now: it sleeps, and what it held for others is gone"
+            )
+            self._ranks = {}
+
     def close(self) -> None:
         """Stop serving and free the port. Idempotent."""
         self._stop.set()
@@ -231,7 +240,7 @@ class HandshakeServer(PPAwareHandshake):
         with self._lock:
             ranks, factors, generation = self._ranks, self._factors, self._generation
         if not ranks:
-            return encode(RefusalReply("no ranks are published yet", not_yet=True))
+            return encode(self._absent)
         try:
             request = decode_request(data)
             _check_engine(request, ranks)

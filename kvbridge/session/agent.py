@@ -104,6 +104,7 @@ class RankAgent:
             TransportError: The memory cannot be registered.
         """
         self._transport, self._clock, self._gives = transport, clock, gives
+        self._has_cache = True
         self._local = LocalRank(
             topology,
             local,
@@ -154,6 +155,16 @@ class RankAgent:
         return self._local.generation
 
     @property
+    def where(self) -> str:
+        """The rank in words."""
+        return self._local.cache.where
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether there is memory to load into, and to read from."""
+        return self._has_cache
+
+    @property
     def engine_id(self) -> str:
         """The engine that this rank is of."""
         return self._local.cache.engine_id
@@ -198,11 +209,29 @@ class RankAgent:
 
         Raises:
             ConfigError: The cache is of another engine or rank.
-            MemoryBusyError: The memory registered so far is in use, by this rank or by another one
-                that was asked to write to it, or digests of it are being taken.
-            TransportError: The memory cannot be registered.
+            MemoryBusyError: The memory registered so far is in use; see :meth:`release`.
+            TransportError: The memory cannot be registered; then there is none.
         """
-        memory, before = self._local.memory_of_next(local), self._local.cache
+        memory = self._local.memory_of_next(local)
+        self.release()
+        self._transport.register(local.regions)
+        self._local.renew(local, memory)
+        self._has_cache = True
+        self._pairings.disconnect_all()  # sessions opened meanwhile are bound to other addresses
+
+    def release(self) -> None:
+        """Take the registered cache out of the transport, before its memory is freed. Idempotent.
+
+        What was promised of it is over. Other ranks can still be answered, but nothing may be
+        loaded before :meth:`renew`.
+
+        Raises:
+            MemoryBusyError: The memory is in use, by this rank or by another one that was asked to
+                write to it, or digests of it are being taken.
+        """
+        if not self._has_cache:
+            return
+        before = self._local.cache
         if len(self._wants):
             raise MemoryBusyError(
                 f"{before.where}: {len(self._wants)} writes of other engines into its memory "
@@ -211,14 +240,12 @@ class RankAgent:
         if self._digester.is_busy:
             raise MemoryBusyError(
                 f"{before.where}: digests of its memory are being taken; poll until that is "
-                "done, and register then"
+                "done, and try again then"
             )
-        self._pairings.disconnect_all()  # their plans are bound to the old addresses
+        self._pairings.disconnect_all()  # their plans are bound to its addresses
         self._transport.unregister(before.regions)
         self._kept.clear()  # before the engine uses that memory for anything else
-        self._transport.register(local.regions)
-        self._local.renew(local, memory)
-        self._pairings.disconnect_all()  # as is that of a session which was opened meanwhile
+        self._has_cache = False
 
     def connect(
         self,
@@ -451,8 +478,12 @@ class RankAgent:
             num_tokens: Tokens that they hold, from the first one on; no more are ever written.
 
         Returns:
-            Whether all readers had reported already, so that the blocks are free at once.
+            Whether the blocks are free at once: all readers had reported already, or the memory
+            that they were in has been taken back.
         """
+        if not self._has_cache:
+            self._kept.refuse(request_id, lease)
+            return True
         return self._kept.hold(request_id, lease, tables, num_tokens)
 
     def is_held(self, request_id: str) -> bool:

@@ -50,6 +50,12 @@ class Kept:
         self._promises[request_id] = _Promise(lease, tables, num_tokens)
         return False
 
+    def refuse(self, request_id: str, lease: Lease | None) -> None:
+        """Do not keep a request's blocks, and let its readers know."""
+        if lease is not None:
+            self._leases.refuse(lease)
+        self._releases.expire(request_id)
+
     def expire(self, request_id: str) -> None:
         """Keep a request's blocks no longer, whoever has not reported."""
         self._revoke(request_id)

@@ -76,6 +76,10 @@ class LeaseTable:
         if self._words[lease.slot] == lease.epoch:
             self._words[lease.slot] |= _OVER
 
+    def refuse(self, lease: Lease) -> None:
+        """Let readers see that a promise is over which was never made."""
+        self._words[lease.slot] = lease.epoch | int(_OVER)
+
     def revoke_all(self) -> None:
         """Promise nothing any more."""
         self._words[:SLOTS] |= _OVER

@@ -1,5 +1,7 @@
 """Every example runs, and the README quotes one of them to the letter."""
 
+import contextlib
+import importlib.util
 import os
 import signal
 import subprocess
@@ -10,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from kvbridge.connector import Request
 from tests.integration.test_interrupts import end, wait_for_child
 
 ROOT = Path(__file__).parents[2]
@@ -64,6 +67,34 @@ def test_embedded_engine_fails_a_request_where_that_is_configured() -> None:
     assert process.returncode == 0, complaint
     assert "decode: nothing was loaded, so the request fails: no answer from 127.0.0.1:" in said
     assert "computed, and all of them are right" not in said
+
+
+def test_embedded_engine_sleeps_while_a_request_is_loaded_and_wakes_up() -> None:
+    """Both engines in one process, and nobody steps the other one."""
+    spec = importlib.util.spec_from_file_location("embedded_engine", EMBEDDED)
+    assert spec is not None
+    assert spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    config = {"transport": "local"}
+    with (
+        contextlib.closing(example.Engine("p", config, "numpy")) as p,
+        contextlib.closing(example.Engine("d", config, "numpy")) as d,
+    ):
+        for request_id in ("r", "s"):
+            params = example.prefill(p, Request(request_id, 50, params={"do_remote_decode": True}))
+            p.step()
+            request = Request(request_id, 50, params=params)
+            assert d.scheduler.get_num_new_matched_tokens(request, 0) == (50, True)
+            blocks = d.allocate(request_id, 51)
+            d.scheduler.update_state_after_alloc(request, (blocks,), 50)
+            d.given_up.add(request_id)  # its blocks are free once it has been loaded
+            d.step()
+            d.sleep()
+            assert request_id not in d.blocks
+            p.sleep()
+            d.wake()
+            p.wake()
 
 
 @pytest.mark.multi_process

@@ -199,7 +199,7 @@ def test_blocks_that_their_owner_has_changed_are_found(
     assert d.loaded["r"].recompute == (on_failure == "recompute")
     assert "rank (0, 1)" in d.loaded["r"].error
     assert "layer 0 'layers.0'" in d.loaded["r"].error
-    assert holds_nothing(p, d)
+    run([p, d], lambda: holds_nothing(p, d))  # another rank's answer may still be on its way
 
 
 @pytest.mark.parametrize("what", ["drop", "duplicate", "reorder"])

@@ -178,6 +178,14 @@ class TinyEngine:
         self.scheduler.update_state_after_alloc(request, ids, matched or 0)
         return matched or 0
 
+    def sleep(self) -> None:
+        """Give the memory back; what others find there from then on is nobody's."""
+        for worker in self.workers.values():
+            worker.unregister_kv_caches()
+        self.scheduler.unregister_kv_caches()
+        for memory in self.memory.values():
+            memory[:] = -9
+
     def renew(self) -> None:
         """Wake up with other memory, as an engine that has slept does."""
         for rank, worker in self.workers.items():

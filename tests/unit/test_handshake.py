@@ -263,6 +263,17 @@ def test_a_server_that_has_nothing_yet_says_so(server: HandshakeServer) -> None:
         fetch_metadata(server.host, server.port, timeout_s=0.3)
 
 
+def test_what_is_withdrawn_is_refused_at_once_until_something_is_published(
+    server: HandshakeServer,
+) -> None:
+    server.set_xfer_handshake_metadata({0: metadata(0, 0)})
+    server.withdraw()
+    with pytest.raises(HandshakeError, match="refused: this engine has no cache now: it sleeps"):
+        fetch_metadata(server.host, server.port, timeout_s=20)
+    server.set_xfer_handshake_metadata({0: metadata(0, 0)})
+    assert fetch_metadata(server.host, server.port, timeout_s=5).generation == 2
+
+
 def test_an_engine_that_is_still_starting_is_waited_for(server: HandshakeServer) -> None:
     publish = threading.Timer(0.3, server.set_xfer_handshake_metadata, args=[{0: metadata(0, 0)}])
     publish.start()

@@ -85,6 +85,9 @@ class Child(Connector):
     def register_kv_caches(self, cache: RankCache) -> None:
         self._say("register")
 
+    def unregister_kv_caches(self) -> None:
+        self._say("unregister")
+
     def get_handshake_metadata(self) -> HandshakeMetadata | None:
         return None
 

@@ -10,14 +10,17 @@ from typing import Any
 import pytest
 
 from kvbridge.connector import BridgeConnector
+from kvbridge.connector.worker import BridgeWorker
 from kvbridge.errors import HandshakeError, PeerLostError
 from kvbridge.handshake import Want, Withdrawal
 from kvbridge.handshake.messages import decode_note
-from kvbridge.testing.simulation import Result, simulate
+from kvbridge.session.kept import Kept
+from kvbridge.testing.simulation import Result, rules, simulate
 from kvbridge.testing.simulation.memory import Arena
 from kvbridge.testing.simulation.plant import Plant
 from kvbridge.testing.simulation.scenario import Scenario
 from kvbridge.testing.simulation.transport import SimulatedAgent, SimulatedPeer
+from kvbridge.testing.simulation.world import Violation
 from tests.mutants import lifecycle, pushes
 from tests.mutants.bugs import BUGS
 
@@ -62,7 +65,7 @@ FOUND = {
     "carries_out_a_want_that_comes_again": (6, 60),
     "carries_out_what_was_withdrawn": (0, 60),
     "does_not_answer_what_was_withdrawn": (0, 60),
-    "does_not_answer_whom_it_could_not_meet": (6, 100),
+    "does_not_answer_whom_it_could_not_meet": (28, 100),
     "answers_before_its_writes_have_ended": (0, 60),
     "frees_what_it_is_writing": (6, 60),
     "does_not_ask_to_keep_what_waits": (75, 100),
@@ -154,6 +157,26 @@ def test_a_session_opened_while_its_rank_takes_other_memory_is_dropped(
         agent.connect(metadata)
     assert not agent.sessions
     assert agent.connect(metadata).engine_id == giver.name
+
+
+def _asleep_often(seed: int) -> Violation | None:
+    """Run a seed where each engine sleeps about every two seconds: others seldom read just then."""
+    scenario = Scenario.of(seed, REQUESTS)
+    plant = Plant(replace(scenario, faults=replace(scenario.faults, wake=0.6)))
+    plant.run()
+    return plant.world.violation
+
+
+def test_engines_that_sleep_again_and_again_keep_every_promise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert _asleep_often(17) is None
+    # What has been given back is promised still.
+    monkeypatch.setattr(Kept, "clear", lambda self: None)
+    monkeypatch.setattr(BridgeWorker, "unregister", lambda self: self.agent.release())
+    violation = _asleep_often(17)
+    assert violation is not None
+    assert violation.rule == rules.OWN
 
 
 def _small(seed: int) -> Scenario:

@@ -1,6 +1,7 @@
 """A simulated engine: it schedules, computes, loads, gives, and calls a connector's hooks."""
 
 from functools import partial
+from random import Random
 from typing import TYPE_CHECKING
 
 from kvbridge.connector import Loaded
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 STEP_S = (0.015, 0.05)
 CHUNK_TOKENS = (8, 48)
+RESTS, TELLS = 0.5, 0.7
+"""Shares of sleeps without any cache for a while, and of those of which other engines are told."""
 
 
 class Engine(Ranks):
@@ -48,6 +51,9 @@ class Engine(Ranks):
         self.held: dict[str, Leg] = {}
         self._to_wake: list[Rank] | None = None
         self._wakes_busy = False
+        self._to_release: list[Rank] = []
+        self._rests_s = self._wakes_s = 0.0
+        self._tells = False
         self.draining_s: float | None = None
         self.full_s = 0.0
         self.stalled_s = -self.scenario.lease_s
@@ -362,9 +368,38 @@ class Engine(Ranks):
             self._to_wake, self._wakes_busy = list(self.seats), busy
             for leg in list(self.running):
                 self._preempt(leg)
+            # Of its own, so that it does not change what else happens in a run.
+            rng = Random(f"sleep {self.scenario.seed} {self.incarnation} {self.generation}")
+            if rng.random() < RESTS:
+                self._to_release = list(self.seats)
+                self._rests_s = rng.uniform(0.0, 2 * self.scenario.lease_s)
+                self._tells = rng.random() < TELLS
+
+    def _has_rested(self) -> bool:
+        """Give the memory of the ranks back, if it is to have none for a while."""
+        for rank in list(self._to_release):
+            seat = self.seats[rank]
+            if not self.unregister(seat):
+                return False  # again at the next step
+            seat.arena.poison()
+            self._to_release.remove(rank)
+            self._lose()
+            self.world.note(self.name, 0, f"has no cache any more on rank {rank}")
+            if not self._to_release:
+                self._wakes_s = self.world.now_s + self._rests_s
+                if self._tells:
+                    self.hook("unregister_kv_caches", self.scheduler.unregister_kv_caches)
+        return self.world.now_s >= self._wakes_s
+
+    def _lose(self) -> None:
+        """Take note that a part of every request's cache is gone."""
+        for leg in (*self.loading.values(), *self.running, *self.held.values()):
+            leg.generation = 0
 
     def _wake_up(self) -> None:
         if self._to_wake is None or (self.loading and not self._wakes_busy):
+            return
+        if not self._has_rested():
             return
         for rank in list(self._to_wake):
             seat = self.seats[rank]
@@ -374,8 +409,7 @@ class Engine(Ranks):
             seat.arena.poison()
             seat.arena = arena
             self._to_wake.remove(rank)
-            for leg in (*self.loading.values(), *self.running, *self.held.values()):
-                leg.generation = 0  # a part of it is gone
+            self._lose()
         self._to_wake = None
         for leg in list(self.running):
             self._preempt(leg)

@@ -49,8 +49,11 @@ class Network:
             raise HandshakeTimeoutError(f"nobody answers at {address}")
         if self.world.chance(self.faults.ask_fails):
             raise HandshakeError("the peer refused: it is in no mood")
-        old = self.past.get(address, []) + current[:-1]
+        sleeps = self.keeps[address].sleeps
+        old = self.past.get(address, []) + (current if sleeps else current[:-1])
         reply = current[-1]
+        if sleeps and not self.world.chance(self.faults.ask_stale):
+            raise HandshakeError("the peer refused: this engine has no cache now")
         if old and self.world.chance(self.faults.ask_stale):
             reply = self.world.rng.choice(old)
         there = reply.ranks[0].engine_id
@@ -68,6 +71,8 @@ class Network:
         if not current or server is None or server.keep is None:
             raise HandshakeTimeoutError(f"nobody answers at {address}")
         there = current[-1].ranks[0]
+        if server.sleeps:
+            raise HandshakeError("the peer refused: this engine has no cache now")
         if (there.engine_id, there.incarnation) != (request.engine_id, request.incarnation):
             raise HandshakeError(f"the peer refused: it is {there.incarnation!r}")
         if self.world.chance(self.faults.ask_fails):
@@ -83,6 +88,7 @@ class SimulatedServer:
     def __init__(self, network: Network, address: EngineAddress) -> None:
         """Listen."""
         self._network, self._address, self._generation = network, address, 0
+        self.sleeps = False
         self.keep: Callable[[Sequence[str]], tuple[Sequence[bool], float]] | None = None
         network.past.setdefault(address, []).extend(network.replies.get(address, []))
         network.replies[address] = []
@@ -97,9 +103,13 @@ class SimulatedServer:
         self, metadata: Mapping[Rank, HandshakeMetadata]
     ) -> None:
         """Answer this from now on."""
-        self._generation += 1
+        self._generation, self.sleeps = self._generation + 1, False
         reply = MetadataReply(self._generation, tuple(metadata.values()))
         self._network.replies[self._address].append(reply)
+
+    def withdraw(self) -> None:
+        """Refuse everybody from now on."""
+        self.sleeps = True
 
     def close(self) -> None:
         """Listen no longer."""

@@ -99,6 +99,16 @@ class Ranks:
             agent.arena = arena
         return True
 
+    def unregister(self, seat: Seat) -> bool:
+        """Take a rank's cache back; False if it is still in use."""
+        try:
+            seat.connector.unregister_kv_caches()
+        except MemoryBusyError:
+            return False
+        except Exception as error:  # whatever it is, it must not be
+            self.world.violate(rules.ESCAPE, f"unregister_kv_caches raised {error!r}", 0, self.name)
+        return True
+
     def publish(self) -> None:
         """Gather what the ranks publish, and hand it to the scheduler half."""
         found = []

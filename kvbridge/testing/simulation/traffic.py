@@ -267,6 +267,7 @@ _REASONS = {
     "has restarted": "restarted",
     "registered other memory": "other memory",
     "gone again": "gone again",
+    "no cache": "asleep",
     "cache is gone": "own cache gone",
     "nobody answers": "handshake failed",
     "no answer": "handshake failed",
