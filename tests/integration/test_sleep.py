@@ -2,6 +2,8 @@
 
 import gc
 import mmap
+import textwrap
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 from kvbridge.connector import Request
 from kvbridge.errors import MemoryBusyError, OutOfBoundsError
 from kvbridge.model import memory_region
+from tests.integration import drivers
 from tests.integration.tiny_engine import Make, TinyEngine, run, scheduler_of, several, worker_of
 
 LOCAL: dict[str, Any] = {"transport": "local"}
@@ -113,6 +116,61 @@ def test_memory_that_has_been_freed_can_be_asked_for(engine: Make) -> None:
     run([p, d], lambda: "r" in d.loaded and "r" in p.sent)
     assert not d.loaded["r"].ok
     assert unmoved(d)
+
+
+FREED = """
+    import gc
+    import mmap
+    import numpy as np
+    from kvbridge.namespaces import private_network
+    network = private_network()
+    network.__enter__()
+    from tests.integration.tiny_engine import TinyEngine, run
+    p = TinyEngine("p", {{"transport": {name!r}}})
+    d = TinyEngine("d", {{"transport": {name!r}, "direction": "pull", "timeout_s": 5}})
+
+    def move(name):
+        d.load(name, [9], 4, p.prefill(name, [8], 4))
+        run([p, d], lambda: name in d.loaded and name in p.sent)
+        assert d.loaded[name].ok, d.loaded[name].error
+        assert (d.tokens([9], 4) == p.tokens([8], 4)).all()
+
+    memory = p.memory[0, 0]
+    mapped = mmap.mmap(-1, memory.nbytes)
+    p.memory[0, 0] = np.frombuffer(mapped, memory.dtype).reshape(memory.shape)
+    p.workers[0, 0].register_kv_caches(p.cache((0, 0), memory.shape[0], memory.shape[4]))
+    p.publish()
+    move("before")
+    old = p.prefill("old", [3], 4)
+    p.step()
+    p.workers[0, 0].unregister_kv_caches()
+    p.memory[0, 0] = memory
+    gc.collect()
+    mapped.close()
+    d.load("old", [2], 4, old)
+    run([p, d], lambda: "old" in d.loaded and "old" in p.sent)
+    assert not d.loaded["old"].ok
+    print(d.loaded["old"].error)
+    p.renew()
+    move("after")
+    p.close()
+    d.close()
+    print("slept")
+"""
+
+
+@pytest.mark.multi_process
+@pytest.mark.parametrize("lanes", ["all", "tcp"])
+@pytest.mark.parametrize("name", ["nixl", "ucx"])
+def test_nobody_dies_of_memory_that_has_been_freed(
+    name: str, lanes: str, usable_transport: Callable[[str], Any]
+) -> None:
+    """A read that the owner takes part in, as over TCP, is refused there."""
+    usable_transport(name)
+    done = drivers.run(textwrap.dedent(FREED.format(name=name)), UCX_TLS=lanes)
+    assert (done.returncode, done.stdout[-6:]) == (0, "slept\n"), done.stderr
+    refused = "is outside the 1 registered regions of this agent" in done.stdout
+    assert refused == (lanes == "tcp"), done.stdout
 
 
 def test_the_transport_lets_go_of_it(engine: Make) -> None:
