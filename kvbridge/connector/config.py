@@ -68,6 +68,8 @@ class ConnectorConfig(Config, frozen=True):
             not at all, some chunks of each rank (``"sampled"``), or all of it (``"full"``).
         on_failure: What engines are told to do with a request that could not be loaded: to compute
             it, or to fail it; the same for all connectors of an engine.
+        log_interval_s: How often a line of the log says what has happened since, if anything has;
+            0 for never.
     """
 
     transport: str = "local"
@@ -84,6 +86,7 @@ class ConnectorConfig(Config, frozen=True):
     leases_max: Annotated[int, Meta(ge=1, le=SLOTS)] = SLOTS
     payload_check: Literal["off", "sampled", "full"] = "off"
     on_failure: OnFailure = "recompute"
+    log_interval_s: Annotated[float, Meta(ge=0, le=86_400)] = 10.0
 
 
 def connector_configs(values: object) -> dict[str, ConnectorConfig]:

@@ -17,6 +17,7 @@ from kvbridge.connector.series import LEASES_HELD, RENEWALS, SCHEDULER
 from kvbridge.connector.sources import Sources
 from kvbridge.connector.stats import Key, Meter, Stats
 from kvbridge.connector.step import Load, StepMetadata
+from kvbridge.connector.summary import Summary
 from kvbridge.connector.values import BlockIds, Request, WorkerReport
 from kvbridge.errors import ConfigError, MemoryBusyError
 from kvbridge.handshake import (
@@ -111,6 +112,7 @@ class BridgeScheduler:
         self._loads: list[Load] = []
         self._aborted: list[str] = []  # those of which the workers have not been told
         self._meter = Meter(SCHEDULER, name, config.transport)
+        self._summary = Summary(f"connector {name}", self.stats, config.log_interval_s, clock)
         self._sources = Sources(config, name, self._meter)
         self._offers = Offers(
             config,
@@ -302,6 +304,7 @@ class BridgeScheduler:
             self._peers.poll()
         if self._renewals is not None:
             self._renewals.poll()
+        self._summary.poll()
         engine = self._engine if self._engine_is_new else None
         never = self._offers.take_withheld()
         aborted = tuple(self._aborted)

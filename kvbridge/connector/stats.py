@@ -1,7 +1,7 @@
 """Counts of connectors as plain values, which travel from process to process and add up."""
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvbridge.connector.series import SERIES, Series
@@ -26,6 +26,25 @@ class Spread:
         """Return both together."""
         counts = tuple(map(sum, zip(self.counts, other.counts, strict=True)))
         return Spread(counts, self.total + other.total)
+
+    def __sub__(self, before: "Spread") -> "Spread":
+        """Return what has been measured since."""
+        counts = tuple(a - b for a, b in zip(self.counts, before.counts, strict=True))
+        return Spread(counts, self.total - before.total)
+
+    def quantile(self, share: float, bounds: Sequence[float]) -> float:
+        """Return about what so large a share is at most, as if sizes lay evenly between bounds.
+
+        Args:
+            share: From 0 to 1.
+            bounds: Those of the series; what is above all of them counts as the last one.
+        """
+        left, low = share * sum(self.counts), 0.0
+        for count, high in zip(self.counts, bounds, strict=False):
+            if count and count >= left:
+                return low + (high - low) * left / count
+            left, low = left - count, high
+        return low
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +81,32 @@ class Stats:
             KeyError: There is no such series.
             ValueError: It has no such label.
         """
-        at = {1 + SERIES[name].labels.index(label): value for label, value in labels.items()}
-        return sum(
-            value
+        matches = _matching(name, labels)
+        return sum(value for key, value in self.values.items() if matches(key))
+
+    def spread(self, name: str, **labels: str) -> Spread:
+        """Return a histogram; see :meth:`value`."""
+        matches = _matching(name, labels)
+        empty = Spread((0,) * (1 + len(SERIES[name].bounds)))
+        return sum((each for key, each in self.spreads.items() if matches(key)), empty)
+
+    def since(self, before: "Stats") -> "Stats":
+        """Return what has been counted since something was taken; gauges as they are now."""
+        values = {
+            key: value if SERIES[key[0]].kind == "gauge" else value - before.values.get(key, 0)
             for key, value in self.values.items()
-            if key[0] == name and all(key[i] == wanted for i, wanted in at.items())
-        )
+        }
+        spreads = {
+            key: spread - before.spreads[key] if key in before.spreads else spread
+            for key, spread in self.spreads.items()
+        }
+        return Stats(values, spreads)
+
+
+def _matching(name: str, labels: Mapping[str, str]) -> Callable[[Key], bool]:
+    """Return what tells whether a key is of a series, with these values of its labels."""
+    at = {1 + SERIES[name].labels.index(label): value for label, value in labels.items()}
+    return lambda key: key[0] == name and all(key[i] == wanted for i, wanted in at.items())
 
 
 class Meter:

@@ -21,6 +21,7 @@ from kvbridge.connector.series import (
 )
 from kvbridge.connector.stats import Meter, Stats
 from kvbridge.connector.step import Load, StepMetadata
+from kvbridge.connector.summary import Summary
 from kvbridge.connector.values import WorkerReport
 from kvbridge.errors import ConfigError, MemoryBusyError
 from kvbridge.handshake import (
@@ -92,6 +93,8 @@ class BridgeWorker:
         self._introductions: Introductions | None = None
         self._loads: Loads | None = None
         self._meter = Meter(WORKER, name, config.transport)
+        who = f"connector {name}, rank {topology.pp_rank, topology.tp_rank}"
+        self._summary = Summary(who, self.stats, config.log_interval_s, clock)
         self._gifts: Gifts | None = None
         self._answers: Answers | None = None
         self._held: dict[str, tuple[str, float]] = {}  # transfer: its request, and its deadline
@@ -303,6 +306,7 @@ class BridgeWorker:
         self._leave_quiet(self._gifts, answers)
         sent, self._sent = frozenset(self._sent), set()
         expired, self._expired = frozenset(self._expired & sent), self._expired - sent
+        self._summary.poll()
         return WorkerReport(self._loads.take(), sent, expired)
 
     def stats(self) -> Stats:

@@ -1,5 +1,6 @@
 """Each thing that goes wrong is counted by its cause, and nothing else is."""
 
+import logging
 import socket
 import threading
 import time
@@ -505,3 +506,18 @@ def test_counts_can_be_read_while_an_engine_works(engine: Make) -> None:
         looker.join()
     assert not errors
     assert counted(d).value("kvbridge_transfers_total", outcome="ok") == 30
+
+
+def test_engines_say_it_as_they_step(engine: Make, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "kvbridge.connector.summary")
+    config = {"transport": "local", "log_interval_s": 0.05}
+    p, d = engine("p", config), engine("d", config, tp=2)
+    d.load("r", [2], 4, p.prefill("r", [3], 4))
+    begun = "connector local, rank (0, 1), in "
+    run(
+        [p, d],
+        lambda: (
+            any(line.startswith(begun) and "1 loaded, 1.02 kB" in line for line in caplog.messages)
+            and any(line.endswith("1 offered; 1 held now") for line in caplog.messages)
+        ),
+    )
