@@ -66,10 +66,10 @@ FOUND = {
     "frees_what_it_is_writing": (6, 60),
     "does_not_ask_to_keep_what_waits": (75, 100),
     "takes_a_refused_renewal_for_a_granted_one": (3, 60),
-    "does_not_keep_what_it_has_renewed": (2, 60),
-    "renews_a_lease_that_is_nearly_over": (2, 60),
+    "ranks_end_leases_by_their_own_clocks": (0, 60),
+    "renews_a_lease_that_is_over": (15, 100),
     "offers_while_it_drains": (7, 60),
-    "renews_beyond_its_own_end": (11, 100),
+    "renews_beyond_its_own_end": (3, 100),
     "is_drained_while_blocks_are_kept": (3, 60),
 }
 """A seed of so many requests that finds each bug. Another order of events needs other seeds."""

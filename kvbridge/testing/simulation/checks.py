@@ -135,15 +135,10 @@ def check_promise(leg: Leg) -> None:
     engine = leg.engine
     until_s = min(leg.until_s.values())
     keeps = leg.generation == engine.generation and not engine.sleeps
-    if engine.world.now_s < until_s and keeps and not has_stalled(engine):
+    if engine.world.now_s < until_s and keeps:
         engine.world.violate(
             PROMISED, f"it was to be kept until {until_s:.3f}", leg.job.number, engine.name
         )
-
-
-def has_stalled(engine: "Engine") -> bool:
-    """Return whether what was renewed may have reached ranks when they had let go."""
-    return engine.world.now_s < engine.stalled_s + engine.scenario.lease_s
 
 
 def check_move(plant: "Plant", op: Operation) -> None:
@@ -228,7 +223,7 @@ def check_cause(leg: Leg) -> None:
     there, now_s = giver.engine, engine.world.now_s
     if not there.alive or giver.generation != there.generation:
         return
-    if "had not begun" in leg.error or now_s >= min(giver.until_s.values()) or has_stalled(there):
+    if "had not begun" in leg.error or now_s >= min(giver.until_s.values()):
         return
     reader = {(engine.name, engine.incarnation)}  # it lets go because it has failed
     if not any(

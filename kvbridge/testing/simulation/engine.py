@@ -32,7 +32,6 @@ class Engine(Ranks):
         running: Those that are computed.
         held: Those that have ended and whose blocks are kept for readers, by id.
         draining_s: Clock when nothing is kept any longer, since it is drained; None if it is not.
-        stalled_s: Clock when its last step of seconds has ended.
         full_s: Clock until which nothing new has a place.
     """
 
@@ -50,7 +49,6 @@ class Engine(Ranks):
         self._wakes_busy = False
         self.draining_s: float | None = None
         self.full_s = 0.0
-        self.stalled_s = -self.scenario.lease_s
         self._polls = 0  # while it should have been drained
         self.world.note(self.name, 0, f"starts as {self.incarnation}: {shape}")
         self.world.after(self.world.rng.uniform(*STEP_S), self._step)
@@ -75,13 +73,12 @@ class Engine(Ranks):
         length_s = world.rest_s or rng.uniform(*STEP_S)
         if world.chance(self.scenario.faults.stall):
             length_s = rng.uniform(0.1, 1.5) * self.scenario.lease_s
-            self.stalled_s = world.now_s + length_s
             world.note(self.name, 0, f"stalls for {length_s:.3f} s")
         several = len(self.seats) > 1
         for rank, seat in self.seats.items():
             delay_s = 0.9 * length_s * rng.random() if several else 0.0
             world.after(delay_s, partial(self._work, rank, seat, metadata))
-        world.after(length_s, partial(self._look, begun, world.now_s))
+        world.after(length_s, partial(self._look, begun))
 
     def _work(self, rank: Rank, seat: Seat, metadata: object) -> None:
         if not self.alive:
@@ -91,13 +88,11 @@ class Engine(Ranks):
         if report is not None:
             self.reports.add(rank, report)
 
-    def _look(self, begun: list[Leg], since_s: float) -> None:
+    def _look(self, begun: list[Leg]) -> None:
         if not self.alive:
             return
         for leg in begun:
-            leg.lag_s = max(leg.lag_s, self.world.now_s - since_s)
-            if leg.kept_s <= since_s:  # else the next step tells more
-                leg.begun_s = self.world.now_s
+            leg.begun_s = self.world.now_s
         report = self.reports.take()
         self.hook("update_connector_output", self.scheduler.update_connector_output, report)
         for request_id in sorted(report.loaded):
@@ -223,7 +218,8 @@ class Engine(Ranks):
                 for name, entry in entries.items()
             }
             leg.ended_s = self.world.now_s
-            leg.until_s = dict.fromkeys(leg.offers, leg.ended_s + self.scenario.lease_s)
+            leg.kept_s = leg.ended_s + self.scenario.lease_s
+            leg.until_s = dict.fromkeys(leg.offers, leg.kept_s)
             self.held[leg.job.request_id] = leg
             if self.draining_s is not None:
                 self.world.violate(rules.DRAINED, "it offers blocks", number, self.name)

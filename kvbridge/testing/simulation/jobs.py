@@ -71,9 +71,8 @@ class Leg:
         error: Why it could not be loaded.
         generation: Of the engine's cache, when it got its blocks.
         told_s: Clock when its ranks were told to load it, or to hold it.
-        begun_s: Clock when the last one has done so; or when it knew that it is held for longer.
-        lag_s: How long it took at most until all ranks knew of that.
-        kept_s: Clock when it was last promised to be held for longer.
+        begun_s: Clock when the last one has done so.
+        kept_s: Clock until when its blocks may be held for readers.
         ended_s: Clock when its blocks were offered.
         asked_s: Clock when its engine first heard that something can be loaded for it.
         over_s: Clock when its engine was done with it.
@@ -98,7 +97,6 @@ class Leg:
     generation: int = 0
     told_s: float = float("inf")
     begun_s: float = float("inf")
-    lag_s: float = 0.0
     kept_s: float = 0.0
     ended_s: float = 0.0
     asked_s: float = float("inf")
