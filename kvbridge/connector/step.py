@@ -61,6 +61,21 @@ class Hold:
 
 
 @dataclass(frozen=True, slots=True)
+class Progress:
+    """What is there of a request that has not finished.
+
+    Attributes:
+        transfer_id: What readers call it.
+        block_ids: Its blocks; none if it has lost them.
+        num_tokens: Tokens that they hold.
+    """
+
+    transfer_id: str
+    block_ids: BlockIds = ()
+    num_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class StepMetadata:
     """What the workers of an engine must know of one step.
 
@@ -69,6 +84,7 @@ class StepMetadata:
         engine: What the ranks of this engine have published, once that is new.
         holds: What to keep.
         over: Transfer ids of what is to be kept no longer, whoever has not reported.
+        progress: What of requests was computed in steps before this one, and what was lost.
         never: Transfer ids that others may have asked for, of which nothing will ever be kept.
         aborted: Our engine's names of requests whose loads nobody wants any more.
     """
@@ -77,5 +93,6 @@ class StepMetadata:
     engine: Mapping[Rank, HandshakeMetadata] | None = None
     holds: tuple[Hold, ...] = ()
     over: tuple[str, ...] = ()
+    progress: tuple[Progress, ...] = ()
     never: tuple[str, ...] = ()
     aborted: tuple[str, ...] = ()

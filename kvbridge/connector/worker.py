@@ -20,7 +20,7 @@ from kvbridge.connector.series import (
     WORKER,
 )
 from kvbridge.connector.stats import Meter, Stats
-from kvbridge.connector.step import Load, StepMetadata
+from kvbridge.connector.step import Load, Progress, StepMetadata
 from kvbridge.connector.values import WorkerReport
 from kvbridge.errors import ConfigError
 from kvbridge.handshake import (
@@ -34,7 +34,16 @@ from kvbridge.handshake import (
 )
 from kvbridge.model import RankCache, TransferTopology
 from kvbridge.plan import BlockTable
-from kvbridge.session import Answers, Asks, Gifts, Introductions, RankAgent, Readers, can_digest
+from kvbridge.session import (
+    Answers,
+    Asks,
+    Event,
+    Gifts,
+    Introductions,
+    RankAgent,
+    Readers,
+    can_digest,
+)
 from kvbridge.transport import Transport, open_transport
 
 _log = logging.getLogger(__name__)
@@ -96,6 +105,7 @@ class BridgeWorker:
         self._answers: Answers | None = None
         self._held: dict[str, tuple[str, float]] = {}  # transfer: its request, and its last moment
         self._leaving: dict[str, str] = {}  # transfers that are over but still being read
+        self._record_event: Callable[[], Event] | None = None
         self._sent: set[str] = set()
         self._expired: set[str] = set()
 
@@ -204,6 +214,14 @@ class BridgeWorker:
         readers = Readers(self._agent, self._introductions)
         self._answers = Answers(self._agent, readers, clock=self._clock)
 
+    def record_events(self, record: Callable[[], Event]) -> None:
+        """Write what steps have computed only once a device has come so far.
+
+        Args:
+            record: Records an event where the device is now.
+        """
+        self._record_event = record
+
     def metadata(self) -> HandshakeMetadata:
         """Return what the rank publishes."""
         return self.agent.metadata()
@@ -212,6 +230,8 @@ class BridgeWorker:
         """Begin what the scheduler half asked for."""
         if step.engine is not None:
             self.agent.share_engine(step.engine)
+        if step.progress:
+            self._progress(step.progress)
         last_s = self._clock() + self._config.lease_longest_s
         for hold in step.holds:
             tables = [BlockTable(ids) for ids in hold.block_ids]
@@ -228,6 +248,16 @@ class BridgeWorker:
             self.load(load, timeout_s=self._config.timeout_s)
         for request_id in step.aborted:
             self.abort(request_id)
+
+    def _progress(self, progress: Iterable[Progress]) -> None:
+        """Take note of what was computed, which is there once what records events says so."""
+        event = None if self._record_event is None else self._record_event()
+        for each in progress:
+            if each.num_tokens:
+                tables = [BlockTable(ids) for ids in each.block_ids]
+                self.agent.compute(each.transfer_id, tables, each.num_tokens, event)
+            else:
+                self.agent.take_away(each.transfer_id)
 
     def load(self, load: Load, *, timeout_s: float) -> None:
         """Begin a load.
