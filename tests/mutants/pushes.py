@@ -12,7 +12,8 @@ from kvbridge.connector.step import StepMetadata
 from kvbridge.connector.values import WorkerReport
 from kvbridge.connector.worker import BridgeWorker
 from kvbridge.handshake.messages import Given, Want, Withdrawal
-from kvbridge.session import Gifts, RankAgent, Readers, Transfer, wants
+from kvbridge.session import Gift, Gifts, RankAgent, Readers, Transfer, wants
+from kvbridge.session.computed import Computed, Ready
 from kvbridge.session.live import LiveTransfers
 from kvbridge.session.wants import Wants
 from tests.mutants.bugs import bug, changed
@@ -137,6 +138,38 @@ def answers_before_its_writes_have_ended(patch: pytest.MonkeyPatch) -> None:
 @bug("can touch it")
 def frees_what_it_is_writing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Gifts, "is_writing", lambda self, request_id: False)
+
+
+# --- what goes while the rest is computed ---------------------------------------------------------
+
+
+@bug("its own bytes", "wanted, once")
+def writes_on_after_blocks_were_taken_away(patch: pytest.MonkeyPatch) -> None:
+    """What was written of them before is not written again."""
+    patch.setattr(Gift, "goes_on", lambda self, attempt: True)
+
+
+@bug("wanted, once", "its own bytes")
+def begins_again_while_the_old_is_on_its_way(patch: pytest.MonkeyPatch) -> None:
+    def goes_on(self: Gift, attempt: int) -> bool:
+        if attempt != self.attempt:
+            self.attempt, self.end_token, self.nbytes = attempt, 0, 0
+        return True
+
+    patch.setattr(Gift, "goes_on", goes_on)
+
+
+@bug("its own bytes")
+def writes_what_is_not_computed_yet(patch: pytest.MonkeyPatch) -> None:
+    def ready(self: Computed, request_id: str, end_token: int) -> Ready | None:
+        found = sound(self, request_id, end_token)
+        if found is None or not found.tables:
+            return found
+        there = 4 * len(found.tables[0].block_ids)
+        return found._replace(end_token=min(there, end_token))
+
+    sound = Computed.ready
+    patch.setattr(Computed, "ready", ready)
 
 
 # --- leases that are renewed ----------------------------------------------------------------------

@@ -59,7 +59,11 @@ def check_quiet(leg: Leg, when: str) -> None:
                 if op.lands & mine and op.target is seat.arena:
                     _touched(leg, f"{when}, while {op}", op.giver.where)
             for op in agent.own.values():
-                if not op.is_read and op.takes & mine and op.source is seat.arena:
+                if op.is_read or op.disowned or not op.takes & mine or op.source is not seat.arena:
+                    continue
+                if leg.job.goes_ahead and not leg.offers:
+                    op.disowned = True  # what has not finished may lose its blocks: it goes again
+                else:
                     _touched(leg, f"{when}, while {op}", op.reader.where)
             for ask in agent.asks.values():
                 if ask.lands & mine and ask.target is seat.arena and not ask.giver.dead:
@@ -194,6 +198,8 @@ def check_renewed(leg: Leg) -> None:
     scenario = engine.scenario
     if giver is None or not giver.expired or not scenario.faults.calm or engine.world.rest_s:
         return
+    if leg.waits:  # it knows of no lease that it could have renewed
+        return
     in_time = leg.asked_s < giver.ended_s + scenario.lease_s / 4
     if in_time and giver.over_s < giver.ended_s + scenario.lease_longest_s:
         engine.world.violate(
@@ -213,7 +219,10 @@ def check_cause(leg: Leg) -> None:
             engine.world.violate(FAIR, "nobody has aborted it", leg.job.number, engine.name)
         return
     if not any(words in leg.error for words in ("its lease", "kept no longer")):
-        if engine.scenario.faults.calm:
+        is_early = leg.waits and any(
+            words in leg.error for words in ("may not have ended", "not ready in time")
+        )
+        if engine.scenario.faults.calm and not is_early:
             engine.world.violate(
                 FAIR, f"nothing went wrong: {leg.error}", leg.job.number, engine.name
             )

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 STEP_S = (0.015, 0.05)
 CHUNK_TOKENS = (8, 48)
+AHEAD_TOKENS, AHEAD_OFTEN = (3, 12), 8
+"""Where somebody waits for each chunk, there are more of them, and more of them are lost."""
 
 
 class Engine(Ranks):
@@ -64,6 +66,7 @@ class Engine(Ranks):
         if self._to_wake is None:
             if self.draining_s is None:
                 self._admit()
+            self._say_progress()
             self._compute()
         metadata = self.hook("build_connector_meta", self.scheduler.build_connector_meta)
         begun = [leg for leg in self.loading.values() if leg.begun_s == float("inf")]
@@ -168,6 +171,13 @@ class Engine(Ranks):
                 leg.state = "running"
                 self.running.append(leg)
 
+    def _say_progress(self) -> None:
+        """Say how far those requests are that somebody waits for."""
+        for leg in self.running:
+            if leg.goes_ahead and leg.computed:
+                progressed = self.scheduler.request_progressed
+                self.hook("request_progressed", progressed, leg.request, (tuple(leg.blocks),))
+
     def _compute(self) -> None:
         """Compute a chunk of each running request, or decode."""
         rng = self.world.rng
@@ -177,12 +187,16 @@ class Engine(Ranks):
             if leg.computed == leg.tokens:
                 leg.linger -= 1
                 continue
-            end = min(leg.computed + rng.randint(*CHUNK_TOKENS), leg.tokens)
+            ahead = leg.goes_ahead
+            end = min(
+                leg.computed + rng.randint(*AHEAD_TOKENS if ahead else CHUNK_TOKENS), leg.tokens
+            )
             more = -(-end // self.shape.block_tokens) - len(leg.blocks)
             while more > len(self.pool.free) and self.running[-1] is not leg:
                 self._preempt(self.running[-1])
             blocks = self.pool.take(max(more, 0))
-            if blocks is None or self.world.chance(self.scenario.faults.preempted):
+            often = AHEAD_OFTEN if ahead else 1
+            if blocks is None or self.world.chance(often * self.scenario.faults.preempted):
                 self.pool.free += blocks or []
                 self._preempt(leg)
                 continue
@@ -193,6 +207,10 @@ class Engine(Ranks):
     def _preempt(self, leg: Leg) -> None:
         self.world.note(self.name, leg.job.number, f"preempts it, and frees blocks {leg.blocks}")
         self.running.remove(leg)
+        self.hook("request_preempted", self.scheduler.request_preempted, leg.request)
+        for seat in self.seats.values():
+            for agent in seat.agents.values():
+                self.plant.build.fabric.ledger.loses(agent, leg.source_id)
         self._free(leg)
         leg.state, leg.computed, leg.hit = "waiting", 0, 0
         self.waiting.append(leg)
@@ -223,7 +241,7 @@ class Engine(Ranks):
             self.held[leg.job.request_id] = leg
             if self.draining_s is not None:
                 self.world.violate(rules.DRAINED, "it offers blocks", number, self.name)
-            for name, offer in leg.offers.items():
+            for name, offer in leg.offers.items() if not leg.job.goes_ahead else ():
                 for seat in self.seats.values():
                     seat.agents[name].begin(offer.transfer_id)
             self.world.note(self.name, number, f"has computed it, holds blocks {leg.blocks}")

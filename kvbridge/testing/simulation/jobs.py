@@ -25,6 +25,7 @@ class Job:
         leg: Where it is.
         retried: Whether it may not be tried again.
         goes_to: The engine where it must be decoded; any if not given.
+        goes_ahead: Whether an engine waits for it from the beginning.
     """
 
     number: int
@@ -36,6 +37,7 @@ class Job:
     leg: "Leg | None" = None
     retried: bool = False
     goes_to: "Engine | None" = None
+    goes_ahead: bool = False
 
 
 class Offer(NamedTuple):
@@ -110,6 +112,22 @@ class Leg:
     def decodes(self) -> bool:
         """Whether another engine has prefilled it."""
         return bool(self.params and self.params.get("do_remote_prefill"))
+
+    @property
+    def source_id(self) -> str:
+        """What the engine that has prefilled it, or is about to, calls it."""
+        params = self.params or {}
+        return str(params.get("remote_request_id") or params.get("transfer_id"))
+
+    @property
+    def goes_ahead(self) -> bool:
+        """Whether an engine waits for it while it is computed."""
+        return self.job.goes_ahead and not self.decodes
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is decoded by an engine that waits for it while it is computed."""
+        return self.decodes and "transfer_id" in (self.params or {})
 
     @property
     def request(self) -> Request:

@@ -103,8 +103,7 @@ class Plant:
 
     def giver_of(self, leg: Leg) -> Leg | None:
         """Return the leg whose blocks another one loads."""
-        params = leg.params or {}
-        key = (str(params.get("remote_engine_id")), str(params.get("remote_request_id")))
+        key = (str((leg.params or {}).get("remote_engine_id")), leg.source_id)
         return self.traffic.givers.get(key)
 
     def whose(self, key: int, is_poison: bool) -> str:
