@@ -1,13 +1,14 @@
 """The contract between an engine and a connector."""
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvbridge.connector.stats import Stats
 from kvbridge.connector.values import BlockIds, Request, WorkerReport
 from kvbridge.handshake import HandshakeMetadata, PPAwareHandshake
 from kvbridge.model import RankCache
+from kvbridge.session import Event
 
 
 class Connector(PPAwareHandshake):
@@ -108,6 +109,20 @@ class Connector(PPAwareHandshake):
             as loaded once nothing writes to its blocks any more, all others as sent.
         """
 
+    def request_progressed(self, request: Request, block_ids: BlockIds) -> None:
+        """Take note of what a request has computed so far, while it goes on.
+
+        An engine need not say it. Where another engine waits for the request already, what is there
+        goes at once, instead of all of it at the end.
+
+        Args:
+            request: The request, with the tokens that it has computed in steps before this one.
+            block_ids: Its blocks, from its first token on.
+        """
+
+    def request_preempted(self, request: Request) -> None:
+        """Take note that a request loses its blocks, and will be computed again later."""
+
     def update_connector_output(self, report: WorkerReport) -> None:
         """Take note of what has ended on all workers."""
 
@@ -171,6 +186,16 @@ class Connector(PPAwareHandshake):
 
     def abort_load(self, request_id: str) -> None:
         """Go on no further with a load, if one runs; :meth:`get_finished` reports its end."""
+
+    def record_events(self, record: Callable[[], Event]) -> None:
+        """Write what has been computed only once a device has come so far.
+
+        For an engine whose device works beside its host. An event is recorded at the start of each
+        step that says what requests have computed before it.
+
+        Args:
+            record: Records an event where the device is now, such as one of ``torch.cuda``.
+        """
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Wait until a layer may be used; loads beside the steps need no waiting."""

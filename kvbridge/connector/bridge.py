@@ -15,6 +15,7 @@ from kvbridge.connector.worker import BridgeWorker
 from kvbridge.errors import ConfigError, WrongHalfError
 from kvbridge.handshake import HandshakeMetadata
 from kvbridge.model import Rank, RankCache, TransferTopology
+from kvbridge.session import Event
 
 
 class BridgeConnector(Connector):
@@ -162,6 +163,12 @@ class BridgeConnector(Connector):
     ) -> tuple[bool, dict[str, Any] | None]:
         return self.scheduler_half.finished(request, block_ids)
 
+    def request_progressed(self, request: Request, block_ids: BlockIds) -> None:
+        self.scheduler_half.progressed(request, block_ids)
+
+    def request_preempted(self, request: Request) -> None:
+        self.scheduler_half.preempted(request)
+
     def update_connector_output(self, report: WorkerReport) -> None:
         self.scheduler_half.ended(report)
 
@@ -206,6 +213,9 @@ class BridgeConnector(Connector):
     def drop_standby(self, load: object) -> None:
         half = self.worker_half
         half.load(_as_load(load).emptied(), timeout_s=half.timeout_s)
+
+    def record_events(self, record: Callable[[], Event]) -> None:
+        self.worker_half.record_events(record)
 
     def abort_load(self, request_id: str) -> None:
         self.worker_half.abort(request_id)

@@ -1,10 +1,11 @@
 """What an engine keeps for readers, for how long, and who may have it kept for longer."""
 
+import heapq
 import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvbridge.connector.step import Hold
@@ -18,18 +19,25 @@ RENEWALS_PER_LEASE = 3
 
 @dataclass(slots=True)
 class _Promise:
-    """Until when a request is kept, and when no renewal helps any more."""
+    """What is promised of one request.
+
+    Attributes:
+        until_s: Clock until when it is kept.
+        last_s: Clock when no renewal helps any more.
+        is_over: Whether the workers are told to let go of it.
+    """
 
     until_s: float
     last_s: float
+    is_over: bool = False
 
 
 class Holds:
     """The requests whose blocks an engine keeps.
 
-    The workers keep the blocks, and end a lease by their own clocks; what is renewed reaches them
-    with the next step. So a lease that is nearly over is not renewed: a reader is never told that
-    blocks are kept which a worker lets go in the same moment.
+    The workers keep the blocks until their readers have reported, or until they are told that the
+    lease is over. It is decided here alone, where readers are also told that blocks are kept for
+    longer: a rank that hears of that late, since its engine was at one long step, keeps them too.
 
     :meth:`keep` may be called from any thread, everything else comes from one.
     """
@@ -56,8 +64,8 @@ class Holds:
         self._new: list[Hold] = []
         self._lock = threading.Lock()  # guards what follows
         self._promises: dict[str, _Promise] = {}  # by transfer id
-        self._renewed: set[str] = set()
-        self._end_s: float | None = None
+        self._ends: list[tuple[float, str]] = []  # a heap; renewed ones are put back when due
+        self._draining = False
 
     def __contains__(self, request_id: str) -> bool:
         """Whether a request's blocks are kept, by our name for it."""
@@ -70,7 +78,7 @@ class Holds:
     @property
     def draining(self) -> bool:
         """Whether nothing new is kept."""
-        return self._end_s is not None
+        return self._draining
 
     def grant(
         self, request_id: str, transfer_id: str, block_ids: BlockIds = (), num_tokens: int = 0
@@ -90,8 +98,10 @@ class Holds:
         self._held[request_id] = hold
         self._new.append(hold)
         now_s = self._clock()
+        promise = _Promise(now_s + self._lease_s, now_s + self._longest_s)
         with self._lock:
-            self._promises[transfer_id] = _Promise(now_s + self._lease_s, now_s + self._longest_s)
+            self._promises[transfer_id] = promise
+            heapq.heappush(self._ends, (promise.until_s, transfer_id))
         return lease
 
     def keep(self, transfer_ids: Sequence[str]) -> tuple[list[bool], float]:
@@ -101,17 +111,15 @@ class Holds:
             Which are kept, and for how many seconds from now on, at least.
         """
         now_s = self._clock()
-        too_late_s = now_s + self._lease_s / (2 * RENEWALS_PER_LEASE)
         kept, until_s = [], now_s + self._lease_s
         with self._lock:
             for transfer_id in transfer_ids:
                 promise = self._promises.get(transfer_id)
-                kept.append(promise is not None and promise.until_s > too_late_s)
-                if promise is None or not kept[-1]:
+                if promise is None or promise.is_over or promise.last_s <= now_s:
+                    kept.append(False)
                     continue
-                if promise.until_s < promise.last_s:
-                    promise.until_s = min(now_s + self._lease_s, promise.last_s)
-                    self._renewed.add(transfer_id)
+                kept.append(True)
+                promise.until_s = min(now_s + self._lease_s, promise.last_s)
                 until_s = min(until_s, promise.until_s)
         return kept, until_s - now_s
 
@@ -122,27 +130,33 @@ class Holds:
         with self._lock:
             for hold in gone:
                 self._promises.pop(hold.transfer_id, None)
-                self._renewed.discard(hold.transfer_id)
 
     def drain(self, within_s: float) -> None:
         """Keep nothing new, and nothing for longer than so many seconds."""
         with self._lock:
-            self._end_s = end_s = self._clock() + within_s
+            self._draining, end_s = True, self._clock() + within_s
             for promise in self._promises.values():
                 promise.until_s = min(promise.until_s, end_s)
                 promise.last_s = min(promise.last_s, end_s)
+            self._ends = [(promise.until_s, each) for each, promise in self._promises.items()]
+            heapq.heapify(self._ends)
 
-    def take(self) -> tuple[tuple[Hold, ...], dict[str, float], float | None]:
-        """Return what the workers do not know yet.
-
-        Returns:
-            New holds; what was renewed, and for how many seconds from now on; and after how many
-            seconds everything ends, if it does.
-        """
+    def take(self) -> tuple[tuple[Hold, ...], tuple[str, ...]]:
+        """Return what the workers do not know yet: new holds, and transfer ids that are over."""
         now_s = self._clock()
         new, self._new = tuple(self._new), []
         with self._lock:
-            renewed = {each: self._promises[each].until_s - now_s for each in self._renewed}
-            self._renewed.clear()
-        end_s = self._end_s
-        return new, renewed, None if end_s is None else max(end_s - now_s, 0.0)
+            return new, tuple(self._take_over(now_s))
+
+    def _take_over(self, now_s: float) -> Iterator[str]:
+        """End the promises whose time has come."""
+        while self._ends and self._ends[0][0] <= now_s:
+            _, transfer_id = heapq.heappop(self._ends)
+            promise = self._promises.get(transfer_id)
+            if promise is None or promise.is_over:
+                continue
+            if promise.until_s > now_s:
+                heapq.heappush(self._ends, (promise.until_s, transfer_id))
+                continue
+            promise.is_over = True
+            yield transfer_id

@@ -15,6 +15,7 @@ from kvbridge.errors import ConfigError, HandshakeError
 from kvbridge.handshake import HandshakeMetadata, PPAwareHandshake, hand_over
 from kvbridge.handshake.wire import decode, encode
 from kvbridge.model import Rank, RankCache
+from kvbridge.session import Event
 
 _log = logging.getLogger(__name__)
 
@@ -149,6 +150,12 @@ class MultiConnector(Connector):
     ) -> tuple[bool, dict[str, Any] | None]:
         return self.scheduler_half.finished(request, block_ids)
 
+    def request_progressed(self, request: Request, block_ids: BlockIds) -> None:
+        self.scheduler_half.tell_all(lambda child: child.request_progressed(request, block_ids))
+
+    def request_preempted(self, request: Request) -> None:
+        self.scheduler_half.tell_all(lambda child: child.request_preempted(request))
+
     def update_connector_output(self, report: WorkerReport) -> None:
         self.scheduler_half.ended(report)
 
@@ -169,6 +176,9 @@ class MultiConnector(Connector):
 
     def get_finished(self) -> WorkerReport:
         return self.worker_half.report()
+
+    def record_events(self, record: Callable[[], Event]) -> None:
+        self.worker_half.tell_all(lambda child: child.record_events(record))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         self.worker_half.tell_all(lambda child: child.wait_for_layer_load(layer_name))

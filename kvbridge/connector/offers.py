@@ -15,6 +15,7 @@ from kvbridge.connector.params import RemoteRequest
 from kvbridge.connector.series import OFFERS
 from kvbridge.connector.sources import Sources
 from kvbridge.connector.stats import Meter
+from kvbridge.connector.step import Progress
 from kvbridge.connector.values import BlockIds, Request
 from kvbridge.handshake import EngineAddress, HandshakeMetadata
 from kvbridge.handshake.metadata import open_envelope
@@ -89,6 +90,7 @@ class Offers:
         self._engine: _Engine | None = None
         self._chosen: OrderedDict[str, None] = OrderedDict()  # names that others chose
         self._never: list[str] = []  # those of which nothing will be kept
+        self._progress: list[Progress] = []
 
     def publish(self, metadata: Mapping[Rank, HandshakeMetadata]) -> None:
         """Offer what the ranks hold that have published this."""
@@ -136,6 +138,33 @@ class Offers:
         )
         sizes = {"tp_size": engine.tp_size, "pp_size": engine.pp_size}
         return params.offer(remote, self._name, **sizes)
+
+    def progress(self, request: Request, block_ids: BlockIds, chosen: str) -> None:
+        """Let what a request has computed be written to who waits for it, while it goes on.
+
+        Only where every group of blocks keeps every token: others hold what is of use only once all
+        is computed. One that cannot be offered in the end is no better for having gone in part.
+
+        Args:
+            request: It has not finished.
+            block_ids: Its blocks.
+            chosen: The name under which another engine may have asked for it.
+        """
+        engine = self._engine
+        if engine is None or not all(group.kind in _KEEPS_ALL for group in engine.cache.groups):
+            return
+        reason, _ = self._objection(request, block_ids)
+        if not reason and chosen not in self._chosen and request.computed_tokens:
+            self._progress.append(Progress(chosen, block_ids, request.computed_tokens))
+
+    def lose(self, chosen: str) -> None:
+        """Have what was written of a request written again, since it has lost its blocks."""
+        self._progress.append(Progress(chosen))
+
+    def take_progress(self) -> tuple[Progress, ...]:
+        """Return what is new of requests that go on since the last call."""
+        progress, self._progress = tuple(self._progress), []
+        return progress
 
     def withhold(self, chosen: str | None) -> None:
         """Have it said that nothing will be kept under a name, to whoever waits for it."""

@@ -257,6 +257,27 @@ class BridgeScheduler:
         offer = self._offers.make(request, block_ids, chosen)
         return offer is not None, offer
 
+    def progressed(self, request: Request, block_ids: BlockIds) -> None:
+        """Let a request's tokens go that are there, if another engine may wait for them."""
+        chosen = self._chosen(request)
+        if chosen is not None:
+            self._offers.progress(request, block_ids, chosen)
+
+    def preempted(self, request: Request) -> None:
+        """Take note that a request has lost its blocks."""
+        chosen = self._chosen(request)
+        if chosen is not None:
+            self._offers.lose(chosen)
+
+    def _chosen(self, request: Request) -> str | None:
+        """Return the name under which another engine may wait for a request's tokens."""
+        if not params.wants_remote_decode(request.params):
+            return None
+        try:
+            return params.chosen_id(request.params)
+        except ConfigError:
+            return None  # which is said once it has finished
+
     def _renew_no_more(self, request_id: str) -> None:
         if self._renewals is not None:
             self._renewals.forget(request_id)
@@ -306,9 +327,16 @@ class BridgeScheduler:
             self._renewals.poll()
         self._summary.poll()
         engine = self._engine if self._engine_is_new else None
-        never = self._offers.take_withheld()
-        aborted = tuple(self._aborted)
-        step = StepMetadata(tuple(self._loads), engine, *self._holds.take(), never, aborted)
+        holds, over = self._holds.take()
+        step = StepMetadata(
+            tuple(self._loads),
+            engine,
+            holds,
+            over,
+            self._offers.take_progress(),
+            self._offers.take_withheld(),
+            tuple(self._aborted),
+        )
         self._loads, self._aborted, self._engine_is_new = [], [], False
         return step
 

@@ -1,7 +1,7 @@
 """What a scheduler half tells the workers, step by step."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvbridge.connector.params import RemoteRequest
 from kvbridge.connector.values import BlockIds
@@ -61,6 +61,21 @@ class Hold:
 
 
 @dataclass(frozen=True, slots=True)
+class Progress:
+    """What is there of a request that has not finished.
+
+    Attributes:
+        transfer_id: What readers call it.
+        block_ids: Its blocks; none if it has lost them.
+        num_tokens: Tokens that they hold.
+    """
+
+    transfer_id: str
+    block_ids: BlockIds = ()
+    num_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class StepMetadata:
     """What the workers of an engine must know of one step.
 
@@ -68,8 +83,8 @@ class StepMetadata:
         loads: What to read.
         engine: What the ranks of this engine have published, once that is new.
         holds: What to keep.
-        renewed: What is to be kept for longer: for each transfer id, seconds from now on.
-        drain_s: Keep nothing for longer than so many seconds from now on; None for no such limit.
+        over: Transfer ids of what is to be kept no longer, whoever has not reported.
+        progress: What of requests was computed in steps before this one, and what was lost.
         never: Transfer ids that others may have asked for, of which nothing will ever be kept.
         aborted: Our engine's names of requests whose loads nobody wants any more.
     """
@@ -77,7 +92,7 @@ class StepMetadata:
     loads: tuple[Load, ...] = ()
     engine: Mapping[Rank, HandshakeMetadata] | None = None
     holds: tuple[Hold, ...] = ()
-    renewed: Mapping[str, float] = field(default_factory=dict)
-    drain_s: float | None = None
+    over: tuple[str, ...] = ()
+    progress: tuple[Progress, ...] = ()
     never: tuple[str, ...] = ()
     aborted: tuple[str, ...] = ()

@@ -3,7 +3,7 @@
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from kvbridge.connector.series import (
     WORKER,
 )
 from kvbridge.connector.stats import Meter, Stats
-from kvbridge.connector.step import Load, StepMetadata
+from kvbridge.connector.step import Load, Progress, StepMetadata
 from kvbridge.connector.summary import Summary
 from kvbridge.connector.values import WorkerReport
 from kvbridge.errors import ConfigError, MemoryBusyError
@@ -35,7 +35,16 @@ from kvbridge.handshake import (
 )
 from kvbridge.model import RankCache, TransferTopology
 from kvbridge.plan import BlockTable
-from kvbridge.session import Answers, Asks, Gifts, Introductions, RankAgent, Readers, can_digest
+from kvbridge.session import (
+    Answers,
+    Asks,
+    Event,
+    Gifts,
+    Introductions,
+    RankAgent,
+    Readers,
+    can_digest,
+)
 from kvbridge.transport import Transport, open_transport
 
 _log = logging.getLogger(__name__)
@@ -97,8 +106,9 @@ class BridgeWorker:
         self._summary = Summary(who, self.stats, config.log_interval_s, clock)
         self._gifts: Gifts | None = None
         self._answers: Answers | None = None
-        self._held: dict[str, tuple[str, float]] = {}  # transfer: its request, and its deadline
+        self._held: dict[str, tuple[str, float]] = {}  # transfer: its request, and its last moment
         self._leaving: dict[str, str] = {}  # transfers that are over but still being read
+        self._record_event: Callable[[], Event] | None = None
         self._sent: set[str] = set()
         self._expired: set[str] = set()
 
@@ -208,6 +218,14 @@ class BridgeWorker:
         readers = Readers(self._agent, self._introductions)
         self._answers = Answers(self._agent, readers, clock=self._clock)
 
+    def record_events(self, record: Callable[[], Event]) -> None:
+        """Write what steps have computed only once a device has come so far.
+
+        Args:
+            record: Records an event where the device is now.
+        """
+        self._record_event = record
+
     def unregister(self) -> None:
         """Take the rank's cache back, if it has one; what it holds for readers is let go.
 
@@ -240,8 +258,18 @@ class BridgeWorker:
         """Begin what the scheduler half asked for."""
         if step.engine is not None:
             self.agent.share_engine(step.engine)
-        now_s = self._clock()
-        self._keep(step, now_s)
+        if step.progress:
+            self._progress(step.progress)
+        last_s = self._clock() + self._config.lease_longest_s
+        for hold in step.holds:
+            tables = [BlockTable(ids) for ids in hold.block_ids]
+            if self.agent.hold(hold.transfer_id, hold.lease, tables, hold.num_tokens):
+                self._sent.add(hold.request_id)
+                if not self.agent.has_cache:  # it was offered before the cache was taken back
+                    self._count_expired(hold.request_id)
+            else:
+                self._held[hold.transfer_id] = (hold.request_id, last_s)
+        self._expire([each for each in step.over if each in self._held])
         for transfer_id in step.never:
             self.agent.expire(transfer_id)
             if self._gifts is not None:
@@ -251,22 +279,15 @@ class BridgeWorker:
         for request_id in step.aborted:
             self.abort(request_id)
 
-    def _keep(self, step: StepMetadata, now_s: float) -> None:
-        """Keep what is new, and for how long from now on."""
-        for hold in step.holds:
-            tables = [BlockTable(ids) for ids in hold.block_ids]
-            if self.agent.hold(hold.transfer_id, hold.lease, tables, hold.num_tokens):
-                self._sent.add(hold.request_id)
-                if not self.agent.has_cache:  # it was offered before the cache was taken back
-                    self._count_expired(hold.request_id)
+    def _progress(self, progress: Iterable[Progress]) -> None:
+        """Take note of what was computed, which is there once what records events says so."""
+        event = None if self._record_event is None else self._record_event()
+        for each in progress:
+            if each.num_tokens:
+                tables = [BlockTable(ids) for ids in each.block_ids]
+                self.agent.compute(each.transfer_id, tables, each.num_tokens, event)
             else:
-                self._held[hold.transfer_id] = (hold.request_id, now_s + self._config.lease_s)
-        for transfer_id, lease_s in step.renewed.items():
-            if transfer_id in self._held:
-                self._held[transfer_id] = (self._held[transfer_id][0], now_s + lease_s)
-        if step.drain_s is not None:
-            end_s = now_s + step.drain_s
-            self._held = {each: (name, min(at, end_s)) for each, (name, at) in self._held.items()}
+                self.agent.take_away(each.transfer_id)
 
     def load(self, load: Load, *, timeout_s: float) -> None:
         """Begin a load.
@@ -302,7 +323,8 @@ class BridgeWorker:
             self._meter.count(PUSHES, "failed" if outcome.cause else "ok", outcome.cause)
         answers.poll()
         self._loads.end()
-        self._expire()
+        now_s = self._clock()  # the scheduler half ends a lease; this, what it says nothing of
+        self._expire([each for each, (_, last_s) in self._held.items() if now_s >= last_s])
         self._leave_quiet(self._gifts, answers)
         sent, self._sent = frozenset(self._sent), set()
         expired, self._expired = frozenset(self._expired & sent), self._expired - sent
@@ -373,10 +395,8 @@ class BridgeWorker:
             if not (gifts.is_writing(transfer_id) or answers.is_reading(transfer_id)):
                 self._sent.add(self._leaving.pop(transfer_id))
 
-    def _expire(self) -> None:
-        now_s = self._clock()
-        late = [transfer for transfer, (_, end_s) in self._held.items() if now_s >= end_s]
-        for transfer_id in late:
+    def _expire(self, transfer_ids: Iterable[str]) -> None:
+        for transfer_id in transfer_ids:
             request_id = self._let_go(transfer_id)
             _log.warning(
                 "request %s: not every reader over %s has reported in time; it is kept no longer",

@@ -3,6 +3,7 @@
 from kvbridge.session.agent import AgentPoll, RankAgent
 from kvbridge.session.answers import Answers
 from kvbridge.session.causes import CAUSES, Cause, cause_of
+from kvbridge.session.computed import Event
 from kvbridge.session.digesting import can_digest
 from kvbridge.session.gifts import Gift, Gifts, Outcome
 from kvbridge.session.introductions import Asks, Introduction, Introductions
@@ -21,6 +22,7 @@ __all__ = [
     "Asks",
     "Cause",
     "CheckMode",
+    "Event",
     "Gift",
     "Gifts",
     "Introduction",

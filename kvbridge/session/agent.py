@@ -15,6 +15,7 @@ from kvbridge.model import Rank, RankCache, TransferTopology
 from kvbridge.plan import BlockTable, digests_of
 from kvbridge.plan.values import Direction
 from kvbridge.session.asking import Portion, check_of, tables_of, want_of
+from kvbridge.session.computed import Event
 from kvbridge.session.digesting import Digester, Values
 from kvbridge.session.kept import Kept
 from kvbridge.session.leases import Lease, LeaseTable
@@ -51,12 +52,19 @@ class _Gives(Moves, Protocol):
     """What is written for a reader; see :class:`~kvbridge.session.gifts.Gift`.
 
     Attributes:
-        has_begun: Whether that has been submitted.
-        nbytes: Bytes of it.
+        has_begun: Whether some of that has been submitted.
+        is_whole: Whether all of it has been.
+        end_token: One past the last token of what has been.
+        nbytes: Bytes of that.
     """
 
     has_begun: bool
+    is_whole: bool
+    end_token: int
     nbytes: int
+
+    def goes_on(self, attempt: int) -> bool:
+        """Whether more can be submitted; begins again if the blocks were taken away meanwhile."""
 
 
 class RankAgent:
@@ -431,31 +439,36 @@ class RankAgent:
         return self._digester.start(partial(digests_of, self._local.cache, asks.probes, tables))
 
     def give(self, gift: _Gives, want: Want) -> None:
-        """Write what a rank of another engine wants; its blocks and ours are held.
+        """Write what is there of what a rank of another engine wants, and was not written before.
 
         Args:
             gift: Learns of the handles, and of how they end.
-            want: What is wanted, of a request that is held.
+            want: What is wanted, of a request that is held, or being computed.
 
         Raises:
             UnknownEngineError: The engine is not connected, or not to be written to.
-            BlockTableError: The tables do not cover the range, or not all of it has been computed;
-                nothing was started.
+            BlockTableError: The tables do not cover the range, or the request has finished with
+                fewer tokens; nothing was started.
             ConfigError: Another promise is meant than that for the request that is held.
         """
         session = self._pairings.session(want.engine_id)
-        tables = self._kept.tables_for(want)
-        batches = session.plan_to("write").lower(
-            tables,
-            tables_of(want.blocks),
-            start_token=want.start_token,
-            end_token=want.end_token,
-        )
-        gift.has_begun = True
-        for batch in batches:
-            if batch.remote_rank == want.rank:
-                gift.nbytes += batch.total_nbytes
-                self._operations.submit("write", session, gift, batch)
+        ready = self._kept.ready_for(want)
+        if ready is None or not gift.goes_on(ready.attempt):
+            return
+        start_token = max(gift.end_token, want.start_token)
+        if ready.end_token > start_token:
+            batches = session.plan_to("write").lower(
+                ready.tables,
+                tables_of(want.blocks),
+                start_token=start_token,
+                end_token=ready.end_token,
+            )
+            gift.has_begun, gift.end_token = True, ready.end_token
+            for batch in batches:
+                if batch.remote_rank == want.rank:
+                    gift.nbytes += batch.total_nbytes
+                    self._operations.submit("write", session, gift, batch)
+        gift.is_whole = ready.is_all
 
     def is_busy(self, engine_id: str) -> bool:
         """Whether a transfer with a remote engine has not ended, or is not quiet."""
@@ -485,6 +498,30 @@ class RankAgent:
             self._kept.refuse(request_id, lease)
             return True
         return self._kept.hold(request_id, lease, tables, num_tokens)
+
+    def compute(
+        self,
+        request_id: str,
+        tables: Sequence[BlockTable],
+        num_tokens: int,
+        event: Event | None = None,
+    ) -> None:
+        """Take note of what is there of a request that has not finished, for who waits for it.
+
+        Nothing is, of what was computed into memory that has been taken back since.
+
+        Args:
+            request_id: The request, by our name for it.
+            tables: Its blocks so far.
+            num_tokens: Tokens that they hold, from the first one on.
+            event: When that is so; now, if not given.
+        """
+        if self._has_cache:
+            self._kept.computed.grow(request_id, tables, num_tokens, event)
+
+    def take_away(self, request_id: str) -> None:
+        """Take note that a request that has not finished has lost its blocks."""
+        self._kept.computed.take_away(request_id)
 
     def is_held(self, request_id: str) -> bool:
         """Whether a request's blocks are kept for its readers."""

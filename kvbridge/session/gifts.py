@@ -35,9 +35,12 @@ class Gift(Asked):
         request_id: The request, by our name for it.
         want: What it asked for; None if only a withdrawal has come.
         since_s: Clock when it was heard.
-        nbytes: Bytes to write.
+        nbytes: Bytes that have been submitted.
         pending: Handles that are not quiet.
-        has_begun: Whether it has been submitted.
+        has_begun: Whether some of it has been submitted.
+        is_whole: Whether all of it has been.
+        end_token: One past the last token that has been.
+        attempt: In which the blocks were filled that this was written from.
         answer: What is said of it; None while that is open.
         is_told: Whether that has been sent, or could not be when it was asked for last.
     """
@@ -48,6 +51,9 @@ class Gift(Asked):
     nbytes: int = 0
     pending: set[Handle] = field(default_factory=set)
     has_begun: bool = False
+    is_whole: bool = False
+    end_token: int = 0
+    attempt: int = -1
     answer: Given | None = None
     is_told: bool = False
 
@@ -56,6 +62,14 @@ class Gift(Asked):
         self.pending.discard(handle)
         if state is not State.DONE:
             self.fail(reason or "no reason was given", "transport")
+
+    def goes_on(self, attempt: int) -> bool:
+        """Whether more can be submitted; begins again if the blocks were taken away meanwhile."""
+        if attempt != self.attempt:
+            if self.pending:
+                return False  # what was read from them may be anybody's, and must not land later
+            self.attempt, self.end_token, self.nbytes = attempt, 0, 0
+        return True
 
 
 class Outcome(NamedTuple):
@@ -133,7 +147,7 @@ class Gifts:
             gift.heard_s = self._clock()
         if gift.want is None and isinstance(note, Want):
             gift.want = note  # too late, but it says where the answer goes
-        if isinstance(note, Withdrawal) and not gift.has_begun:
+        if isinstance(note, Withdrawal) and not gift.is_whole:
             gift.fail("the reader needs it no more", "deadline")
 
     def poll(self) -> tuple[Outcome, ...]:
@@ -159,16 +173,16 @@ class Gifts:
     def stop(self, request_id: str) -> None:
         """Begin to write nothing more of a request, whose blocks are not kept any longer."""
         for gift in list(self._gifts.get(request_id, {}).values()):
-            if not gift.has_begun:
+            if not gift.is_whole:
                 gift.fail(NOT_KEPT, "lease")
             if gift.is_told:
                 self._drop(gift)
 
     def _is_answered(self, gift: Gift, now_s: float) -> bool:
         """Bring a gift forward; whether there is nothing more to do."""
-        if not gift.has_begun and not gift.reason:
-            self._begin(gift, now_s)
-        if gift.answer is None and not gift.pending and (gift.has_begun or gift.reason):
+        if not gift.is_whole and not gift.reason:
+            self._go_on(gift, now_s)
+        if gift.answer is None and not gift.pending and (gift.is_whole or gift.reason):
             self._close(gift, now_s)
         if gift.answer is None:
             return False
@@ -182,8 +196,8 @@ class Gifts:
             self._idle[gift] = now_s
         return True
 
-    def _begin(self, gift: Gift, now_s: float) -> None:
-        """Start to write, if the reader's engine is known and the blocks are held."""
+    def _go_on(self, gift: Gift, now_s: float) -> None:
+        """Write what is there, if the reader's engine is known."""
         want = gift.want
         if want is None:
             return
@@ -192,18 +206,18 @@ class Gifts:
         elif not self._agent.gives:
             gift.fail("this engine writes for nobody", "refused")
         elif want.is_empty:
-            gift.has_begun = True
+            gift.is_whole = True
         elif want.epoch is None and self._was_given(gift):
             gift.fail("a request of that name has been written there before", "refused")
-        elif self._agent.is_held(want.request_id):
-            self._give(gift, want, now_s)
         elif self._agent.releases.is_over(want.request_id):
             gift.fail(NOT_KEPT, "lease")
-        if not gift.has_begun and now_s >= gift.since_s + want.timeout_s:
+        else:
+            self._give(gift, want, now_s)
+        if not gift.is_whole and now_s >= gift.since_s + want.timeout_s:
             gift.fail("it was not ready in time", "deadline")
 
     def _give(self, gift: Gift, want: Want, now_s: float) -> None:
-        """Begin to write, if the reader still wants it: one that cannot ask any more may not."""
+        """Write more, if the reader still wants it: one that cannot ask any more may not."""
         if now_s > gift.heard_s + FRESH_S:
             return
         try:
@@ -214,7 +228,10 @@ class Gifts:
     def _was_given(self, gift: Gift) -> bool:
         """Whether its reader has been given that request; who knows no lease has no other fence."""
         others = self._gifts[gift.request_id].values()
-        return any(each.has_begun and each.asker[0] == gift.asker[0] for each in others)
+        return any(
+            each.has_begun and each is not gift and each.asker[0] == gift.asker[0]
+            for each in others
+        )
 
     def _close(self, gift: Gift, now_s: float) -> None:
         """Fix what is said of a gift: nothing of it will touch anything any more."""

@@ -6,20 +6,26 @@ from typing import NamedTuple
 from kvbridge.errors import BlockTableError, ConfigError
 from kvbridge.handshake.messages import Release, Want
 from kvbridge.plan import BlockTable
+from kvbridge.session.computed import Computed, Ready
 from kvbridge.session.leases import Lease, LeaseTable
 from kvbridge.session.releases import ReleaseBook
 
 
 class _Promise(NamedTuple):
-    """What is promised of a request."""
+    """What is promised of a request, and in which attempt its blocks were filled."""
 
     lease: Lease | None
     tables: Sequence[BlockTable]
     num_tokens: int
+    attempt: int
 
 
 class Kept:
-    """What is kept until all its readers have reported, or until it expires."""
+    """What is kept until all its readers have reported, or until it expires.
+
+    Attributes:
+        computed: What is there of requests that are not kept yet, since they have not finished.
+    """
 
     def __init__(self, leases: LeaseTable, releases: ReleaseBook) -> None:
         """Keep nothing yet.
@@ -29,6 +35,7 @@ class Kept:
             releases: Counts the readers that are done.
         """
         self._leases, self._releases = leases, releases
+        self.computed = Computed()
         self._promises: dict[str, _Promise] = {}
 
     def __len__(self) -> int:
@@ -43,11 +50,12 @@ class Kept:
         self, request_id: str, lease: Lease | None, tables: Sequence[BlockTable], num_tokens: int
     ) -> bool:
         """Keep a request's blocks; see :meth:`RankAgent.hold`."""
+        attempt = self.computed.finish(request_id, tables, num_tokens)
         if self._releases.hold(request_id):
             return True
         if lease is not None:
             self._leases.grant(lease)
-        self._promises[request_id] = _Promise(lease, tables, num_tokens)
+        self._promises[request_id] = _Promise(lease, tables, num_tokens, attempt)
         return False
 
     def refuse(self, request_id: str, lease: Lease | None) -> None:
@@ -58,6 +66,7 @@ class Kept:
 
     def expire(self, request_id: str) -> None:
         """Keep a request's blocks no longer, whoever has not reported."""
+        self.computed.forget(request_id)
         self._revoke(request_id)
         self._releases.expire(request_id)
 
@@ -72,6 +81,7 @@ class Kept:
         """Promise nothing any more."""
         self._leases.revoke_all()
         self._promises.clear()
+        self.computed.clear()
 
     def tables(self, request_id: str, epoch: int | None) -> Sequence[BlockTable]:
         """Return the blocks of a request that is held.
@@ -81,20 +91,22 @@ class Kept:
         """
         return self._promise(request_id, epoch).tables
 
-    def tables_for(self, want: Want) -> Sequence[BlockTable]:
-        """Return the blocks of a request that is held, if they hold what is wanted of it.
+    def ready_for(self, want: Want) -> Ready | None:
+        """Return what can be written now for a want; None if nothing is held or computed.
 
         Raises:
             ConfigError: Another promise is meant than that for the request that is held.
-            BlockTableError: Not all of it has been computed.
+            BlockTableError: It has finished with fewer tokens than are wanted.
         """
+        if want.request_id not in self:
+            return self.computed.ready(want.request_id, want.end_token)
         promise = self._promise(want.request_id, want.epoch)
         if want.end_token > promise.num_tokens:
             raise BlockTableError(
                 f"tokens [{want.start_token}, {want.end_token}) are wanted, {promise.num_tokens} "
                 "have been computed; give the reader their number as remote_num_tokens"
             )
-        return promise.tables
+        return Ready(promise.tables, want.end_token, promise.attempt, is_all=True)
 
     def _promise(self, request_id: str, epoch: int | None) -> _Promise:
         promise = self._promises[request_id]

@@ -117,7 +117,7 @@ def revokes_only_after_the_blocks_are_free(patch: pytest.MonkeyPatch) -> None:
 
 @bug("before its deadline", "nothing is held")
 def keeps_blocks_for_ever(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(BridgeWorker, "_expire", lambda self: None)
+    patch.setattr(BridgeWorker, "_expire", lambda self, transfer_ids: None)
 
 
 @bug("nothing is held")

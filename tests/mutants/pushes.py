@@ -9,9 +9,11 @@ from kvbridge.connector.holds import Holds
 from kvbridge.connector.renewals import Renewals
 from kvbridge.connector.scheduler import BridgeScheduler
 from kvbridge.connector.step import StepMetadata
+from kvbridge.connector.values import WorkerReport
 from kvbridge.connector.worker import BridgeWorker
 from kvbridge.handshake.messages import Given, Want, Withdrawal
-from kvbridge.session import Gifts, RankAgent, Readers, Transfer, wants
+from kvbridge.session import Gift, Gifts, RankAgent, Readers, Transfer, wants
+from kvbridge.session.computed import Computed, Ready
 from kvbridge.session.live import LiveTransfers
 from kvbridge.session.wants import Wants
 from tests.mutants.bugs import bug, changed
@@ -138,6 +140,38 @@ def frees_what_it_is_writing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Gifts, "is_writing", lambda self, request_id: False)
 
 
+# --- what goes while the rest is computed ---------------------------------------------------------
+
+
+@bug("its own bytes", "wanted, once")
+def writes_on_after_blocks_were_taken_away(patch: pytest.MonkeyPatch) -> None:
+    """What was written of them before is not written again."""
+    patch.setattr(Gift, "goes_on", lambda self, attempt: True)
+
+
+@bug("wanted, once", "its own bytes")
+def begins_again_while_the_old_is_on_its_way(patch: pytest.MonkeyPatch) -> None:
+    def goes_on(self: Gift, attempt: int) -> bool:
+        if attempt != self.attempt:
+            self.attempt, self.end_token, self.nbytes = attempt, 0, 0
+        return True
+
+    patch.setattr(Gift, "goes_on", goes_on)
+
+
+@bug("its own bytes")
+def writes_what_is_not_computed_yet(patch: pytest.MonkeyPatch) -> None:
+    def ready(self: Computed, request_id: str, end_token: int) -> Ready | None:
+        found = sound(self, request_id, end_token)
+        if found is None or not found.tables:
+            return found
+        there = 4 * len(found.tables[0].block_ids)
+        return found._replace(end_token=min(there, end_token))
+
+    sound = Computed.ready
+    patch.setattr(Computed, "ready", ready)
+
+
 # --- leases that are renewed ----------------------------------------------------------------------
 
 
@@ -159,26 +193,33 @@ def takes_a_refused_renewal_for_a_granted_one(patch: pytest.MonkeyPatch) -> None
 
 
 @bug("as long as was said")
-def does_not_keep_what_it_has_renewed(patch: pytest.MonkeyPatch) -> None:
-    """The half that decides says so, and the ranks do not know."""
+def ranks_end_leases_by_their_own_clocks(patch: pytest.MonkeyPatch) -> None:
+    """They let go of what was renewed while their engine was at a long step."""
 
     def begin(self: BridgeWorker, step: StepMetadata) -> None:
-        step.renewed.clear()  # type: ignore[attr-defined]
         sound(self, step)
+        for transfer_id in self._held.keys() - ends.keys():
+            ends[transfer_id] = self._clock() + self._config.lease_s
 
-    sound = BridgeWorker.begin
+    def report(self: BridgeWorker) -> WorkerReport:
+        now_s = self._clock()
+        self._expire([each for each in self._held if now_s >= ends[each]])
+        return poll(self)
+
+    ends: dict[str, float] = {}
+    sound, poll = BridgeWorker.begin, BridgeWorker.report
     patch.setattr(BridgeWorker, "begin", begin)
+    patch.setattr(BridgeWorker, "report", report)
 
 
 @bug("as long as was said")
-def renews_a_lease_that_is_nearly_over(patch: pytest.MonkeyPatch) -> None:
-    """By the time that the ranks know of it, they have ended it."""
+def renews_a_lease_that_is_over(patch: pytest.MonkeyPatch) -> None:
+    """The ranks have been told to let go of it."""
 
     def keep(self: Holds, transfer_ids: Any) -> Any:
-        lease_s, self._lease_s = self._lease_s, 0.0  # the margin is a part of that
-        kept, _ = sound(self, transfer_ids)
-        self._lease_s = lease_s
-        return kept, lease_s
+        for promise in self._promises.values():
+            promise.is_over = False
+        return sound(self, transfer_ids)
 
     sound = Holds.keep
     patch.setattr(Holds, "keep", keep)
@@ -195,8 +236,11 @@ def offers_while_it_drains(patch: pytest.MonkeyPatch) -> None:
 @bug("as long as was said")
 def renews_beyond_its_own_end(patch: pytest.MonkeyPatch) -> None:
     def drain(self: Holds, within_s: float) -> None:
-        self._end_s = self._clock() + within_s
+        sound(self, within_s)
+        for promise in self._promises.values():
+            promise.last_s += 3600
 
+    sound = Holds.drain
     patch.setattr(Holds, "drain", drain)
 
 

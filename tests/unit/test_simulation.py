@@ -56,24 +56,27 @@ FOUND = {
     "frees_when_the_first_connector_is_done": (2, 60),
     "ends_what_is_aborted_at_once": (0, 60),
     "tells_nobody_that_a_waiting_load_was_aborted": (64, 100),
+    "writes_on_after_blocks_were_taken_away": (53, 100),
+    "begins_again_while_the_old_is_on_its_way": (93, 100),
+    "writes_what_is_not_computed_yet": (205, 100),
     "forgets_connectors_that_stood_by": (35, 100),
     "frees_what_was_wanted_at_the_deadline": (0, 60),
     "takes_any_answer_for_its_own": (0, 60),
-    "takes_a_lost_writer_for_quiet_at_once": (8, 100),
+    "takes_a_lost_writer_for_quiet_at_once": (181, 100),
     "forgets_to_insist_on_an_answer": (6, 60),
     "says_that_it_is_done_before_it_reads_instead": (11, 60),
     "carries_out_a_want_that_comes_again": (6, 60),
     "carries_out_what_was_withdrawn": (0, 60),
     "does_not_answer_what_was_withdrawn": (0, 60),
-    "does_not_answer_whom_it_could_not_meet": (28, 100),
+    "does_not_answer_whom_it_could_not_meet": (86, 100),
     "answers_before_its_writes_have_ended": (0, 60),
     "frees_what_it_is_writing": (6, 60),
     "does_not_ask_to_keep_what_waits": (75, 100),
     "takes_a_refused_renewal_for_a_granted_one": (3, 60),
-    "does_not_keep_what_it_has_renewed": (2, 60),
-    "renews_a_lease_that_is_nearly_over": (2, 60),
+    "ranks_end_leases_by_their_own_clocks": (0, 60),
+    "renews_a_lease_that_is_over": (15, 100),
     "offers_while_it_drains": (7, 60),
-    "renews_beyond_its_own_end": (11, 100),
+    "renews_beyond_its_own_end": (3, 100),
     "is_drained_while_blocks_are_kept": (3, 60),
 }
 """A seed of so many requests that finds each bug. Another order of events needs other seeds."""
@@ -170,11 +173,11 @@ def _asleep_often(seed: int) -> Violation | None:
 def test_engines_that_sleep_again_and_again_keep_every_promise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert _asleep_often(17) is None
+    assert _asleep_often(15) is None
     # What has been given back is promised still.
     monkeypatch.setattr(Kept, "clear", lambda self: None)
     monkeypatch.setattr(BridgeWorker, "unregister", lambda self: self.agent.release())
-    violation = _asleep_often(17)
+    violation = _asleep_often(15)
     assert violation is not None
     assert violation.rule == rules.OWN
 

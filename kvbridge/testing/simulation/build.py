@@ -64,12 +64,15 @@ class Build:
         way = self.scenario.ways[engine.index]
         return {name: self._configs[name, way] for name in self.scenario.children}
 
+    def address_of(self, engine: "Ranks", child: int = 0) -> EngineAddress:
+        """Return where the handshake server of an engine's connector listens."""
+        return EngineAddress("127.0.0.1", 10_000 + 10 * engine.index + child)
+
     def scheduler(self, engine: "Ranks") -> Connector:
         """Return an engine's scheduler half."""
         halves: dict[str, Connector] = {}
         for i, (name, config) in enumerate(self._of(engine).items()):
-            address = EngineAddress("127.0.0.1", 10_000 + 10 * engine.index + i)
-            server = SimulatedServer(self.network, address)
+            server = SimulatedServer(self.network, self.address_of(engine, i))
             half = self.scheduler_type(
                 config,
                 name,

@@ -55,8 +55,7 @@ def check_deadlines(engine: "Engine") -> None:
                 *engine.relatives(leg),
             )
     for leg in engine.held.values():
-        longest_s = leg.lag_s + scenario.lease_longest_s
-        end_s = min(leg.begun_s + scenario.lease_s, leg.told_s + longest_s)
+        end_s = leg.kept_s
         if engine.draining_s is not None:
             end_s = min(end_s, engine.draining_s)
         if now_s < max(end_s, leg.ended_s):

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 STEP_S = (0.015, 0.05)
 CHUNK_TOKENS = (8, 48)
+AHEAD_TOKENS, AHEAD_OFTEN = (3, 12), 8
+"""Where somebody waits for each chunk, there are more of them, and more of them are lost."""
 RESTS, TELLS = 0.5, 0.7
 """Shares of sleeps without any cache for a while, and of those of which other engines are told."""
 
@@ -35,7 +37,6 @@ class Engine(Ranks):
         running: Those that are computed.
         held: Those that have ended and whose blocks are kept for readers, by id.
         draining_s: Clock when nothing is kept any longer, since it is drained; None if it is not.
-        stalled_s: Clock when its last step of seconds has ended.
         full_s: Clock until which nothing new has a place.
     """
 
@@ -56,7 +57,6 @@ class Engine(Ranks):
         self._tells = False
         self.draining_s: float | None = None
         self.full_s = 0.0
-        self.stalled_s = -self.scenario.lease_s
         self._polls = 0  # while it should have been drained
         self.world.note(self.name, 0, f"starts as {self.incarnation}: {shape}")
         self.world.after(self.world.rng.uniform(*STEP_S), self._step)
@@ -72,6 +72,7 @@ class Engine(Ranks):
         if self._to_wake is None:
             if self.draining_s is None:
                 self._admit()
+            self._say_progress()
             self._compute()
         metadata = self.hook("build_connector_meta", self.scheduler.build_connector_meta)
         begun = [leg for leg in self.loading.values() if leg.begun_s == float("inf")]
@@ -81,13 +82,12 @@ class Engine(Ranks):
         length_s = world.rest_s or rng.uniform(*STEP_S)
         if world.chance(self.scenario.faults.stall):
             length_s = rng.uniform(0.1, 1.5) * self.scenario.lease_s
-            self.stalled_s = world.now_s + length_s
             world.note(self.name, 0, f"stalls for {length_s:.3f} s")
         several = len(self.seats) > 1
         for rank, seat in self.seats.items():
             delay_s = 0.9 * length_s * rng.random() if several else 0.0
             world.after(delay_s, partial(self._work, rank, seat, metadata))
-        world.after(length_s, partial(self._look, begun, world.now_s))
+        world.after(length_s, partial(self._look, begun))
 
     def _work(self, rank: Rank, seat: Seat, metadata: object) -> None:
         if not self.alive:
@@ -97,13 +97,11 @@ class Engine(Ranks):
         if report is not None:
             self.reports.add(rank, report)
 
-    def _look(self, begun: list[Leg], since_s: float) -> None:
+    def _look(self, begun: list[Leg]) -> None:
         if not self.alive:
             return
         for leg in begun:
-            leg.lag_s = max(leg.lag_s, self.world.now_s - since_s)
-            if leg.kept_s <= since_s:  # else the next step tells more
-                leg.begun_s = self.world.now_s
+            leg.begun_s = self.world.now_s
         report = self.reports.take()
         self.hook("update_connector_output", self.scheduler.update_connector_output, report)
         for request_id in sorted(report.loaded):
@@ -179,6 +177,13 @@ class Engine(Ranks):
                 leg.state = "running"
                 self.running.append(leg)
 
+    def _say_progress(self) -> None:
+        """Say how far those requests are that somebody waits for."""
+        for leg in self.running:
+            if leg.goes_ahead and leg.computed:
+                progressed = self.scheduler.request_progressed
+                self.hook("request_progressed", progressed, leg.request, (tuple(leg.blocks),))
+
     def _compute(self) -> None:
         """Compute a chunk of each running request, or decode."""
         rng = self.world.rng
@@ -188,12 +193,16 @@ class Engine(Ranks):
             if leg.computed == leg.tokens:
                 leg.linger -= 1
                 continue
-            end = min(leg.computed + rng.randint(*CHUNK_TOKENS), leg.tokens)
+            ahead = leg.goes_ahead
+            end = min(
+                leg.computed + rng.randint(*AHEAD_TOKENS if ahead else CHUNK_TOKENS), leg.tokens
+            )
             more = -(-end // self.shape.block_tokens) - len(leg.blocks)
             while more > len(self.pool.free) and self.running[-1] is not leg:
                 self._preempt(self.running[-1])
             blocks = self.pool.take(max(more, 0))
-            if blocks is None or self.world.chance(self.scenario.faults.preempted):
+            often = AHEAD_OFTEN if ahead else 1
+            if blocks is None or self.world.chance(often * self.scenario.faults.preempted):
                 self.pool.free += blocks or []
                 self._preempt(leg)
                 continue
@@ -204,6 +213,10 @@ class Engine(Ranks):
     def _preempt(self, leg: Leg) -> None:
         self.world.note(self.name, leg.job.number, f"preempts it, and frees blocks {leg.blocks}")
         self.running.remove(leg)
+        self.hook("request_preempted", self.scheduler.request_preempted, leg.request)
+        for seat in self.seats.values():
+            for agent in seat.agents.values():
+                self.plant.build.fabric.ledger.loses(agent, leg.source_id)
         self._free(leg)
         leg.state, leg.computed, leg.hit = "waiting", 0, 0
         self.waiting.append(leg)
@@ -229,11 +242,12 @@ class Engine(Ranks):
                 for name, entry in entries.items()
             }
             leg.ended_s = self.world.now_s
-            leg.until_s = dict.fromkeys(leg.offers, leg.ended_s + self.scenario.lease_s)
+            leg.kept_s = leg.ended_s + self.scenario.lease_s
+            leg.until_s = dict.fromkeys(leg.offers, leg.kept_s)
             self.held[leg.job.request_id] = leg
             if self.draining_s is not None:
                 self.world.violate(rules.DRAINED, "it offers blocks", number, self.name)
-            for name, offer in leg.offers.items():
+            for name, offer in leg.offers.items() if not leg.job.goes_ahead else ():
                 for seat in self.seats.values():
                     seat.agents[name].begin(offer.transfer_id)
             self.world.note(self.name, number, f"has computed it, holds blocks {leg.blocks}")

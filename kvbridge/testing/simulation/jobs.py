@@ -25,6 +25,7 @@ class Job:
         leg: Where it is.
         retried: Whether it may not be tried again.
         goes_to: The engine where it must be decoded; any if not given.
+        goes_ahead: Whether an engine waits for it from the beginning.
     """
 
     number: int
@@ -36,6 +37,7 @@ class Job:
     leg: "Leg | None" = None
     retried: bool = False
     goes_to: "Engine | None" = None
+    goes_ahead: bool = False
 
 
 class Offer(NamedTuple):
@@ -71,9 +73,8 @@ class Leg:
         error: Why it could not be loaded.
         generation: Of the engine's cache, when it got its blocks.
         told_s: Clock when its ranks were told to load it, or to hold it.
-        begun_s: Clock when the last one has done so; or when it knew that it is held for longer.
-        lag_s: How long it took at most until all ranks knew of that.
-        kept_s: Clock when it was last promised to be held for longer.
+        begun_s: Clock when the last one has done so.
+        kept_s: Clock until when its blocks may be held for readers.
         ended_s: Clock when its blocks were offered.
         asked_s: Clock when its engine first heard that something can be loaded for it.
         over_s: Clock when its engine was done with it.
@@ -98,7 +99,6 @@ class Leg:
     generation: int = 0
     told_s: float = float("inf")
     begun_s: float = float("inf")
-    lag_s: float = 0.0
     kept_s: float = 0.0
     ended_s: float = 0.0
     asked_s: float = float("inf")
@@ -112,6 +112,22 @@ class Leg:
     def decodes(self) -> bool:
         """Whether another engine has prefilled it."""
         return bool(self.params and self.params.get("do_remote_prefill"))
+
+    @property
+    def source_id(self) -> str:
+        """What the engine that has prefilled it, or is about to, calls it."""
+        params = self.params or {}
+        return str(params.get("remote_request_id") or params.get("transfer_id"))
+
+    @property
+    def goes_ahead(self) -> bool:
+        """Whether an engine waits for it while it is computed."""
+        return self.job.goes_ahead and not self.decodes
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is decoded by an engine that waits for it while it is computed."""
+        return self.decodes and "transfer_id" in (self.params or {})
 
     @property
     def request(self) -> Request:

@@ -22,6 +22,7 @@ class Ledger:
     def __init__(self, world: World) -> None:
         """Start with nothing said."""
         self._world = world
+        self._asks_of: dict[tuple[str, str], list[Ask]] = {}  # by the agent, and its request
 
     def says(self, sender: "SimulatedAgent", remote: "SimulatedAgent", note: Note) -> None:
         """Take note that one agent says something to another one, whether or not it arrives."""
@@ -55,17 +56,28 @@ class Ledger:
         """Check that somebody has asked for a write."""
         if op.is_read:
             return
-        targets = {target for portion in op.pieces for _, target, _ in portion}
+        targets = _targets(op)
+        for other in op.owner.own.values():
+            is_beside = other is not op and not other.is_read and other.target is op.target
+            if is_beside and other.lands & op.lands and _targets(other) & targets:
+                self._violate(WANTED, f"{op}, into what is still on its way as {other}", op)
         for ask in op.remote.asks.values():
             mine = ask.giver is op.owner and ask.target is op.target
             if mine and not ask.answered and not op.lands & ~ask.lands:
-                if ask.withdrawn and not ask.begun:
+                if ask.withdrawn:
                     self._violate(WANTED, f"{op}, though it knows that nobody waits", op)
+                if ask.lost and ask.begun & targets:
+                    ask.begun, ask.lost = set(), False
                 if ask.begun & targets:
                     self._violate(WANTED, f"{op}, into what it was writing already", op)
                 ask.begun |= targets
                 return
         self._violate(WANTED, f"{op}, which nobody waits for", op)
+
+    def loses(self, giver: "SimulatedAgent", request_id: str) -> None:
+        """Take note that blocks were taken away from a request, so that all is written again."""
+        for ask in self._asks_of.get((giver.name, request_id), ()):
+            ask.lost = True
 
     def _asks(self, sender: "SimulatedAgent", remote: "SimulatedAgent", want: Want) -> None:
         if want.number in sender.asks or want.number in sender.answered:
@@ -73,7 +85,8 @@ class Ledger:
         size = sender.arena.shape.block_tokens
         ids = np.frombuffer(want.blocks[0].ids, "<u4").tolist()
         lands = blocks_in(ids, want.start_token, want.end_token, size)
-        sender.asks[want.number] = Ask(want.number, sender, remote, lands, sender.arena)
+        sender.asks[want.number] = ask = Ask(want.number, sender, remote, lands, sender.arena)
+        self._asks_of.setdefault((remote.name, want.request_id), []).append(ask)
 
     def _answers(self, giver: "SimulatedAgent", ask: Ask | None) -> None:
         if ask is None or ask.giver is not giver:
@@ -93,3 +106,8 @@ class Ledger:
     def _violate(self, rule: str, text: str, op: Operation) -> None:
         names = (agent.where.partition("/")[0] for agent in (op.owner, op.remote))
         self._world.violate(rule, text, 0, *names)
+
+
+def _targets(op: Operation) -> set[int]:
+    """Return where the pieces of an operation go."""
+    return {target for portion in op.pieces for _, target, _ in portion}

@@ -30,6 +30,7 @@ class Operation:
         hangs_after: Portions after which nothing happens any more.
         dropped: Whether its peer was dropped meanwhile.
         over: Whether it has ended.
+        disowned: Whether what it reads was taken away from its request.
     """
 
     number: int
@@ -46,6 +47,7 @@ class Operation:
     hangs_after: int | None = None
     dropped: bool = False
     over: bool = False
+    disowned: bool = False
 
     @property
     def is_read(self) -> bool:
@@ -79,6 +81,7 @@ class Ask:
         lands: Blocks of the reader that are to be written, as bits.
         target: The cache that they are in.
         begun: Where writes for its sake land, piece by piece.
+        lost: Whether what they were read from was taken away since, so that they come once more.
         withdrawn: Whether the other one has heard that nobody waits for it any more.
         answered: Whether the other one has said that it touches them no more.
     """
@@ -89,6 +92,7 @@ class Ask:
     lands: int
     target: Arena
     begun: set[int] = field(default_factory=set)
+    lost: bool = False
     withdrawn: bool = False
     answered: bool = False
 

@@ -103,8 +103,7 @@ class Plant:
 
     def giver_of(self, leg: Leg) -> Leg | None:
         """Return the leg whose blocks another one loads."""
-        params = leg.params or {}
-        key = (str(params.get("remote_engine_id")), str(params.get("remote_request_id")))
+        key = (str((leg.params or {}).get("remote_engine_id")), leg.source_id)
         return self.traffic.givers.get(key)
 
     def whose(self, key: int, is_poison: bool) -> str:
@@ -164,8 +163,8 @@ class Plant:
         child = self.scenario.children[address.port % 10]
         if giver is not None and giver.offers[child].transfer_id == name:
             giver.until_s[child] = max(giver.until_s[child], until_s)
-            giver.kept_s = self.world.now_s
-            giver.begun_s = float("inf")  # its ranks learn of it with the next step
+            longest_s = giver.ended_s + self.scenario.lease_longest_s
+            giver.kept_s = min(self.world.now_s + self.scenario.lease_s, longest_s)
 
     def _sleep(self, i: int) -> None:
         if self.world.calm:

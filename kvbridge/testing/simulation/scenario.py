@@ -174,6 +174,8 @@ class Scenario:
         ways: Whether each engine reads what it loads, or has it written.
         notify_max_bytes: Largest notice; where what cannot be written may be read, long lists of
             blocks may not fit.
+        ahead: How many requests are decoded by an engine that waits for them while they are
+            computed.
     """
 
     seed: int
@@ -197,6 +199,7 @@ class Scenario:
     prefers_to_write: bool
     ways: tuple[Way, ...]
     notify_max_bytes: int
+    ahead: float
 
     @property
     def pushes(self) -> bool:
@@ -227,6 +230,7 @@ class Scenario:
         other = rng.choice(others[not reads : 1 + writes])
         ways = tuple(rng.choice(("auto", other)) for _ in shapes)
         small = reads and "push" not in ways and rng.random() < 0.5
+        can_wait = writes and "pull" not in ways and not small and len(children) == 1
         drawn = cls(
             seed=seed,
             requests=requests,
@@ -249,6 +253,8 @@ class Scenario:
             prefers_to_write=rng.random() < 0.6,
             ways=ways,
             notify_max_bytes=210 if small else 1 << 16,
+            # What is not computed yet must be written, and by one connector.
+            ahead=0.4 if can_wait and seed % 4 == 1 else 0.0,
         )
         if not drawn.faults.calm:
             return drawn

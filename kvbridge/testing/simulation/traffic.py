@@ -93,9 +93,25 @@ class Traffic:
         if engine is None:
             self._end(job, "no engine")
             return job
-        params = {"do_remote_decode": True}
+        params: dict[str, Any] = {"do_remote_decode": True}
+        job.goes_ahead = bool(self.scenario.ahead) and world.chance(self.scenario.ahead)
+        if job.goes_ahead:
+            params["transfer_id"] = f"x{job.number}"
         job.leg = Leg(job, engine, params, tokens, linger=world.rng.randint(0, 1))
         engine.add(job.leg)
+        if job.goes_ahead:
+            self.givers[engine.name, job.leg.source_id] = job.leg
+            address = self.plant.build.address_of(engine)
+            asks = {
+                "do_remote_prefill": True,
+                "remote_engine_id": engine.name,
+                "remote_host": address.host,
+                "remote_port": address.port,
+                "remote_num_tokens": tokens,
+                "transfer_id": params["transfer_id"],
+            }
+            delay_s = world.rng.uniform(*NETWORK_S)
+            world.after(delay_s, partial(self._decode, self._twin(job), engine.name, asks))
         return job
 
     def _engine(self, but_role: str, *but: str) -> "Engine | None":
@@ -119,7 +135,7 @@ class Traffic:
         if leg is None or not leg.engine.alive or leg.state in {"held", "over"}:
             return
         leg.engine.abort(leg)
-        if job.retried or not leg.decodes:
+        if job.retried or not leg.decodes or leg.waits:
             return
         if self.world.chance(self.scenario.faults.elsewhere):
             self._decode(self._twin(job), leg.engine.name, leg.params)
@@ -132,6 +148,9 @@ class Traffic:
         if leg.state == "held" and taken is not None:
             self.givers[leg.engine.name, taken["remote_request_id"]] = leg
         if job.outcome:
+            return
+        if job.goes_ahead and not leg.decodes:
+            self._end(job, "went ahead")
             return
         if not leg.decodes:
             job.leg = None
@@ -214,7 +233,7 @@ class Traffic:
     def _reads(self, leg: Leg) -> None:
         giver = self.plant.giver_of(leg)
         if giver is not None:
-            key = (giver.engine.name, str((leg.params or {})["remote_request_id"]))
+            key = (giver.engine.name, leg.source_id)
             self._readers.setdefault(key, []).append(leg)
 
     def _turn_away(self, job: Job, params: dict[str, Any] | None) -> None:
