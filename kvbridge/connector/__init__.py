@@ -8,9 +8,10 @@ from kvbridge.connector.gather import ReportGatherer
 from kvbridge.connector.multi import MultiConnector
 from kvbridge.connector.params import RemoteRequest, remote_request
 from kvbridge.connector.stats import Spread, Stats
-from kvbridge.connector.values import BlockIds, Loaded, Request, WorkerReport
+from kvbridge.connector.values import NO_BLOCK, BlockIds, Loaded, Request, WorkerReport
 
 __all__ = [
+    "NO_BLOCK",
     "BlockIds",
     "BridgeConnector",
     "Connector",

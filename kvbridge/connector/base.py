@@ -85,7 +85,8 @@ class Connector(PPAwareHandshake):
 
         Args:
             request: The request.
-            block_ids: All its blocks, from its first token on.
+            block_ids: All its blocks, from its first token on; :data:`~kvbridge.connector.NO_BLOCK`
+                where a group has none for some tokens, such as those before its window.
             num_external_tokens: How many tokens are to be loaded into them; 0 if none is.
         """
 
@@ -101,7 +102,7 @@ class Connector(PPAwareHandshake):
 
         Args:
             request: The request, with the tokens that it has computed.
-            block_ids: Its blocks, from its first token on; none if it never had any.
+            block_ids: Its blocks, as in :meth:`update_state_after_alloc`; none if it never had any.
 
         Returns:
             Whether its blocks must stay until a worker reports the request, and the params that it
@@ -177,6 +178,15 @@ class Connector(PPAwareHandshake):
     @abstractmethod
     def get_finished(self) -> WorkerReport:
         """Make progress, and report what has ended since the last call."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether this rank has begun what only more calls of :meth:`get_finished` bring to an end.
+
+        That may be more than requests wait for: to tell another engine that its blocks are not
+        needed, say. An engine that does not step while it is idle asks this before it stops.
+        """
+        return False
 
     def start_standby(self, load: object, *, timeout_s: float) -> None:
         """Start a load that was standing by; :meth:`get_finished` reports how it ended."""

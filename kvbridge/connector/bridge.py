@@ -207,6 +207,10 @@ class BridgeConnector(Connector):
     def get_finished(self) -> WorkerReport:
         return self.worker_half.report()
 
+    @property
+    def busy(self) -> bool:
+        return self.worker_half.busy
+
     def start_standby(self, load: object, *, timeout_s: float) -> None:
         self.worker_half.load(_as_load(load), timeout_s=timeout_s)
 

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvbridge.connector.step import Load
+from kvbridge.connector.values import block_tables
 from kvbridge.connector.ways import Way
-from kvbridge.plan import BlockTable
 from kvbridge.session import CheckMode, Introduction, RankAgent, Session, Transfer
 
 
@@ -66,9 +66,7 @@ class Waiting:
             KVBridgeError: It cannot be; nothing has begun.
         """
         load, remote = self.load, self.load.remote
-        ours, theirs = (
-            [BlockTable(ids) for ids in tables] for tables in (load.block_ids, remote.block_ids)
-        )
+        ours, theirs = block_tables(load.block_ids), block_tables(remote.block_ids)
         common: dict[str, Any] = {
             "start_token": load.start_token,
             "end_token": load.end_token,

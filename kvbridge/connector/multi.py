@@ -177,6 +177,10 @@ class MultiConnector(Connector):
     def get_finished(self) -> WorkerReport:
         return self.worker_half.report()
 
+    @property
+    def busy(self) -> bool:
+        return self.worker_half.busy
+
     def record_events(self, record: Callable[[], Event]) -> None:
         self.worker_half.tell_all(lambda child: child.record_events(record))
 

@@ -125,6 +125,14 @@ class MultiWorker:
         self._loaded, self._sent, self._expired = {}, set(), set()
         return report
 
+    @property
+    def busy(self) -> bool:
+        """Whether a request is loaded or kept, or a child has something else to do."""
+        return bool(self._running or self._saving) or any(
+            self.isolation[name].call(partial(getattr, child, "busy"), otherwise=False)
+            for name, child in self._children.items()
+        )
+
     def stats(self) -> Stats:
         """Return what became of the children's loads and reports here."""
         values: dict[Key, float] = {(CHILD_REPORTS_IGNORED.name,): self.unknown}

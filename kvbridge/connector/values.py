@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from kvbridge.plan import BlockTable
 from kvbridge.session import Cause, SourceStats
 
 OnFailure = Literal["recompute", "fail"]
@@ -11,6 +12,16 @@ OnFailure = Literal["recompute", "fail"]
 
 BlockIds = tuple[tuple[int, ...], ...]
 """For each cache group the blocks of a request, in the order of their tokens."""
+
+NO_BLOCK = (1 << 32) - 1
+"""Keeps the place of a block that a request does not have, such as one before its window."""
+
+
+def block_tables(block_ids: BlockIds) -> list[BlockTable]:
+    """Return the blocks of a request as they are planned with."""
+    # A table that may have gaps takes longer to plan with, and few have any.
+    return [BlockTable(ids, null_block_id=NO_BLOCK if NO_BLOCK in ids else None)
+            for ids in block_ids]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from kvbridge.connector.series import (
 from kvbridge.connector.stats import Meter, Stats
 from kvbridge.connector.step import Load, Progress, StepMetadata
 from kvbridge.connector.summary import Summary
-from kvbridge.connector.values import WorkerReport
+from kvbridge.connector.values import WorkerReport, block_tables
 from kvbridge.errors import ConfigError, MemoryBusyError
 from kvbridge.handshake import (
     Dialer,
@@ -34,7 +34,6 @@ from kvbridge.handshake import (
     open_registry,
 )
 from kvbridge.model import RankCache, TransferTopology
-from kvbridge.plan import BlockTable
 from kvbridge.session import (
     Answers,
     Asks,
@@ -262,7 +261,7 @@ class BridgeWorker:
             self._progress(step.progress)
         last_s = self._clock() + self._config.lease_longest_s
         for hold in step.holds:
-            tables = [BlockTable(ids) for ids in hold.block_ids]
+            tables = block_tables(hold.block_ids)
             if self.agent.hold(hold.transfer_id, hold.lease, tables, hold.num_tokens):
                 self._sent.add(hold.request_id)
                 if not self.agent.has_cache:  # it was offered before the cache was taken back
@@ -284,7 +283,7 @@ class BridgeWorker:
         event = None if self._record_event is None else self._record_event()
         for each in progress:
             if each.num_tokens:
-                tables = [BlockTable(ids) for ids in each.block_ids]
+                tables = block_tables(each.block_ids)
                 self.agent.compute(each.transfer_id, tables, each.num_tokens, event)
             else:
                 self.agent.take_away(each.transfer_id)
@@ -330,6 +329,11 @@ class BridgeWorker:
         expired, self._expired = frozenset(self._expired & sent), self._expired - sent
         self._summary.poll()
         return WorkerReport(self._loads.take(), sent, expired)
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is loaded or kept, or another engine is still to be told something."""
+        return bool(self._loads or self._held or self._leaving)
 
     def stats(self) -> Stats:
         """Return what this rank has counted; from any thread."""

@@ -120,13 +120,16 @@ def opaque_layer(
     group: int = 0,
     component: str = "opaque",
     unit_start: int = 0,
+    unit_count: int | None = None,
     unit_total: int = 1,
 ) -> LayerCache:
     """Describe pages whose inside is nobody's business: they are copied whole, or not at all.
 
-    Both engines must cut the sequence into pages alike, and the ranks into the same shares.
+    Both engines must cut the sequence into pages alike. Ranks may share a page out: its second axis
+    is then one of units, such as heads, and each of them is copied whole. Without, the ranks of both
+    engines must have the same shares.
 
-    Shape: tensor [pages, ...], each page contiguous.
+    Shape: tensor [pages, ...], each page contiguous; or [pages, unit_count, ...], each unit is.
 
     Args:
         tensor: The cache of pages.
@@ -134,19 +137,27 @@ def opaque_layer(
         name: Name of the layer, the same in every engine that runs the model.
         group: Index of the cache group.
         component: What the pages hold; equal names must mean equal formats.
-        unit_start: Which share of the model's pages this rank holds.
-        unit_total: Number of shares; 1 where every rank holds the same.
+        unit_start: The first of the model's units that this rank holds.
+        unit_count: How many it holds, along the second axis; None if a page is one unit.
+        unit_total: How many there are; 1 where every rank holds the same.
 
     Raises:
-        UnsupportedLayoutError: A page is not contiguous.
+        UnsupportedLayoutError: A page, or a unit of it, is not contiguous; or the second axis has
+            another size.
     """
     view = view_of(tensor)
+    if unit_count is not None and (len(view.shape) < 2 or view.shape[1] != unit_count):
+        raise UnsupportedLayoutError(
+            f"layer {name!r}: pages have shape {view.shape[1:]}, their first axis must be the "
+            f"{unit_count} units held"
+        )
+    outer, what = (1, "page") if unit_count is None else (2, "unit")
     nbytes = view.item_bytes
-    for size, stride in zip(view.shape[:0:-1], view.strides[:0:-1], strict=True):
+    for size, stride in zip(view.shape[: outer - 1 : -1], view.strides[: outer - 1 : -1], strict=True):
         if size > 1 and stride != nbytes:
             raise UnsupportedLayoutError(
-                f"layer {name!r}: a page has shape {view.shape[1:]} and strides "
-                f"{view.strides[1:]}; an opaque page must be contiguous"
+                f"layer {name!r}: a {what} has shape {view.shape[outer:]} and strides "
+                f"{view.strides[outer:]}; an opaque {what} must be contiguous"
             )
         nbytes *= size
     page = CacheComponent(
@@ -155,9 +166,9 @@ def opaque_layer(
         offset=0,
         cell_bytes=nbytes,
         unit_start=unit_start,
-        unit_count=1,
+        unit_count=unit_count or 1,
         unit_total=unit_total,
-        unit_stride=nbytes,
+        unit_stride=nbytes if unit_count is None else view.strides[1],
         token_count=1,
         token_stride=nbytes,
     )

@@ -132,6 +132,15 @@ def _goes_on(part: _Part, tables: Sequence[BlockTable], num_tokens: int) -> bool
 
 
 def _begins_with(table: BlockTable, before: BlockTable) -> bool:
-    """Whether a table lists the blocks that it listed before, and then perhaps more."""
+    """Whether a table lists the blocks that it listed before, and then perhaps more.
+
+    Those that a window has left behind are listed no more, and are needed no more either.
+    """
     then, now = np.asarray(before.block_ids), np.asarray(table.block_ids)
-    return now.size >= then.size and bool((now[: then.size] == then).all())
+    if now.size < then.size:
+        return False
+    now = now[: then.size]
+    is_same = now == then
+    if table.null_block_id is not None:
+        is_same |= now == table.null_block_id
+    return bool(is_same.all())

@@ -1,0 +1,1 @@
+"""KVBridge inside engines of others; each package needs its engine installed."""

@@ -1,0 +1,68 @@
+"""What vLLM's configuration says, in KVBridge's words."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvbridge.connector import connector_configs
+from kvbridge.errors import ConfigError
+
+_ROLES = {"kv_producer": "producer", "kv_consumer": "consumer", "kv_both": "both"}
+_SAID_ELSEWHERE = {
+    "role": "kv_role",
+    "engine_id": "engine_id",
+    "on_failure": "kv_load_failure_policy",
+}
+"""Keys of ours that vLLM has keys of its own for."""
+_MODEL = "model"
+
+
+def connector_values(vllm_config: Any) -> dict[str, Any]:
+    """Return the connectors that ``kv_connector_extra_config`` asks for, for both halves.
+
+    Args:
+        vllm_config: A ``VllmConfig``.
+
+    Raises:
+        ConfigError: Something there cannot be.
+    """
+    transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
+    values = dict(transfer.kv_connector_extra_config)
+    values.pop(_MODEL, None)
+    for ours, theirs in _SAID_ELSEWHERE.items():
+        if ours in values:
+            raise ConfigError(
+                f"kv_connector_extra_config has {ours!r}; of vLLM that is said by {theirs!r} in "
+                "kv_transfer_config, beside kv_connector"
+            )
+    if parallel.prefill_context_parallel_size > 1:
+        raise ConfigError(
+            f"prefill_context_parallel_size is {parallel.prefill_context_parallel_size}; its ranks "
+            "are not known to KVBridge; set it to 1"
+        )
+    values["role"] = _ROLES[transfer.kv_role]
+    values["on_failure"] = transfer.kv_load_failure_policy
+    values.setdefault("log_interval_s", 0)  # vLLM logs what we count
+    values = _with_ports_of(values, parallel.data_parallel_index)
+    connector_configs(values)
+    return values
+
+
+def model_name(vllm_config: Any) -> str:
+    """Return the name that models are compared by: the key ``model``, or vLLM's own."""
+    extra: Mapping[str, Any] = vllm_config.kv_transfer_config.kv_connector_extra_config
+    return str(extra.get(_MODEL, vllm_config.model_config.model))
+
+
+def _with_ports_of(values: dict[str, Any], replica: int) -> dict[str, Any]:
+    """Return the values with ports of their own for one of several replicas of an engine."""
+    values = dict(values)
+    handshake = values.get("handshake")
+    if isinstance(handshake, Mapping) and isinstance(handshake.get("port"), int):
+        port = handshake["port"]
+        values["handshake"] = {**handshake, "port": port + replica if port else 0}
+    if isinstance(values.get("connectors"), list):
+        values["connectors"] = [
+            _with_ports_of(dict(each), replica) if isinstance(each, Mapping) else each
+            for each in values["connectors"]
+        ]
+    return values
