@@ -126,8 +126,8 @@ def opaque_layer(
     """Describe pages whose inside is nobody's business: they are copied whole, or not at all.
 
     Both engines must cut the sequence into pages alike. Ranks may share a page out: its second axis
-    is then one of units, such as heads, and each of them is copied whole. Without, the ranks of both
-    engines must have the same shares.
+    is then one of units, such as heads, and each of them is copied whole. Without, the ranks of
+    both engines must have the same shares.
 
     Shape: tensor [pages, ...], each page contiguous; or [pages, unit_count, ...], each unit is.
 
@@ -153,7 +153,9 @@ def opaque_layer(
         )
     outer, what = (1, "page") if unit_count is None else (2, "unit")
     nbytes = view.item_bytes
-    for size, stride in zip(view.shape[: outer - 1 : -1], view.strides[: outer - 1 : -1], strict=True):
+    for size, stride in zip(
+        view.shape[: outer - 1 : -1], view.strides[: outer - 1 : -1], strict=True
+    ):
         if size > 1 and stride != nbytes:
             raise UnsupportedLayoutError(
                 f"layer {name!r}: a {what} has shape {view.shape[outer:]} and strides "

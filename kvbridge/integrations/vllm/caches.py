@@ -41,6 +41,7 @@ from kvbridge.model import (
     mla_layer,
     opaque_layer,
 )
+from kvbridge.model.state import ConvOrder
 
 NULL_BLOCK = 0
 """What vLLM's block tables list for tokens that have no block."""
@@ -253,7 +254,7 @@ def _has_cells(spec: AttentionSpec) -> bool:
 def _shards(spec: AttentionSpec, place: Place) -> int:
     """Return into how many different shares the heads of a layer are cut."""
     if spec.max_tp_shards is not None:
-        return min(place.tp_size, spec.max_tp_shards)
+        return min(place.tp_size, int(spec.max_tp_shards))
     if spec.num_kv_heads == max(1, place.total_num_kv_heads // place.tp_size):
         return min(place.tp_size, place.total_num_kv_heads)
     return place.tp_size  # a layer with a number of heads of its own, taken as cut evenly
@@ -268,7 +269,7 @@ def _state_layer(
         pages = tensor.flatten(1)
         return opaque_layer(pages, unit_start=place.share(shards), unit_total=shards, **where)
     conv, ssm = _parts(tensor, spec)
-    order = "channels_first" if is_conv_state_dim_first() else "tokens_first"
+    order: ConvOrder = "channels_first" if is_conv_state_dim_first() else "tokens_first"
     units = spec.shapes[1][0]
     held = StatePiece("ssm", place.share(shards) * units, units, shards * units)
     return mamba_layer(conv, ssm, conv_pieces=pieces, ssm_piece=held, conv_order=order, **where)
@@ -279,7 +280,7 @@ def _parts(tensor: torch.Tensor, spec: MambaSpec) -> list[torch.Tensor]:
     pages, parts, at = tensor.flatten(1).view(torch.uint8), [], 0
     for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True):
         nbytes = math.prod(shape) * dtype.itemsize
-        parts.append(pages[:, at : at + nbytes].view(dtype).unflatten(1, shape))
+        parts.append(pages[:, at : at + nbytes].view(dtype).view(len(pages), *shape))
         at += nbytes
     return parts
 

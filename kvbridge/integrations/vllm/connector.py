@@ -179,9 +179,8 @@ class KVBridgeConnector(KVConnectorBase_V1, SupportsHMA):
         self, metadata: Mapping[Rank, KVConnectorHandshakeMetadata]
     ) -> None:
         """Serve what the ranks have published, of every pipeline stage."""
-        self._decides.publish(
-            {rank: each.content for rank, each in metadata.items() if isinstance(each, RankMetadata)}
-        )
+        ours = {rank: each for rank, each in metadata.items() if isinstance(each, RankMetadata)}
+        self._decides.publish({rank: each.content for rank, each in ours.items()})
 
     # --- worker ----------------------------------------------------------------------------------
 

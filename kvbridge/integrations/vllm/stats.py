@@ -47,7 +47,7 @@ class BridgeStats(KVConnectorStats):
 
     def reset(self) -> None:
         """Begin anew."""
-        self.data = {}
+        self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> "BridgeStats":
         """Return both together; of what is as it is now, the later.

@@ -130,6 +130,6 @@ def _agreed_incarnation(pp: Any, tp: Any) -> str:
 
 
 def _cuda_event() -> torch.cuda.Event:
-    event = torch.cuda.Event()
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()
     return event

@@ -1,0 +1,132 @@
+"""Tiny models of fixed seeds, made here: nothing is downloaded."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    FalconH1Config,
+    FalconH1ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+VOCABULARY = 512
+_SHARED: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "max_position_embeddings": 16384,
+    "torch_dtype": torch.float32,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
+
+
+def _llama() -> Any:
+    return LlamaForCausalLM(
+        LlamaConfig(num_hidden_layers=4, tie_word_embeddings=False, **_SHARED, **_HEADS)
+    )
+
+
+def _latent() -> Any:
+    """Return a model with latent attention (MLA)."""
+    return DeepseekV2ForCausalLM(
+        DeepseekV2Config(
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            q_lora_rank=None,
+            kv_lora_rank=512,
+            qk_rope_head_dim=64,
+            qk_nope_head_dim=64,
+            v_head_dim=64,
+            moe_intermediate_size=128,
+            n_routed_experts=4,
+            n_shared_experts=1,
+            num_experts_per_tok=2,
+            first_k_dense_replace=3,
+            n_group=1,
+            topk_group=1,
+            topk_method="greedy",
+            tie_word_embeddings=False,
+            **_SHARED,
+        )
+    )
+
+
+def _window() -> Any:
+    """Return a model whose layers mostly see a window: three cache groups in vLLM."""
+    return Gemma3ForCausalLM(
+        Gemma3TextConfig(
+            num_hidden_layers=6,
+            sliding_window=128,
+            query_pre_attn_scalar=32,
+            layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+            pad_token_id=0,
+            **_SHARED,
+            **_HEADS,
+        )
+    )
+
+
+def _state() -> Any:
+    """Return a model with a state beside the attention in each layer (Mamba 2)."""
+    return FalconH1ForCausalLM(
+        FalconH1Config(
+            num_hidden_layers=3,
+            mamba_d_ssm=512,
+            mamba_n_heads=8,
+            mamba_d_head=64,
+            mamba_n_groups=1,
+            mamba_d_state=64,
+            mamba_expand=2,
+            mamba_chunk_size=64,
+            pad_token_id=0,
+            **_SHARED,
+            **_HEADS,
+        )
+    )
+
+
+MODELS: Mapping[str, Callable[[], Any]] = {
+    "llama": _llama,
+    "latent": _latent,
+    "window": _window,
+    "state": _state,
+}
+
+
+def make_model(name: str, directory: Path) -> Path:
+    """Write a model, unless it is there already; return where.
+
+    Its weights are wider than usual, so that what it says depends strongly on what it has read.
+    """
+    path = directory / name
+    if (path / "tokenizer.json").exists():
+        return path
+    torch.manual_seed(0)
+    model = MODELS[name]().float()
+    with torch.no_grad():
+        for what, weights in model.named_parameters():
+            if weights.dim() >= 2 and not any(x in what for x in ("embed", "conv", "A_log")):
+                weights.mul_(3.0)
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(path)
+    words = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"t{i}": i for i in range(3, VOCABULARY)}
+    tokenizer = Tokenizer(WordLevel(vocab=words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    ).save_pretrained(path)
+    return path

@@ -1,0 +1,194 @@
+"""What goes wrong between engines: requests still end, rightly, and no block is lost."""
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from tests.vllm.conftest import Pair, Start
+from tests.vllm.engines import WANTED, Engine, disaggregated, prompt_of, transfer_config
+from tests.vllm.test_tokens import answers_alone, external_tokens
+
+pytestmark = pytest.mark.full
+
+LOCAL = {"transport": "local"}
+QUICK = {**LOCAL, "timeout_s": 6.0, "lease_s": 8.0, "handshake": {"timeout_s": 2.0}}
+N = 300
+
+
+@contextmanager
+def stopped(engine: Engine) -> Iterator[None]:
+    """Stop an engine's process for a while, as a machine that hangs."""
+    engine.process.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        engine.process.send_signal(signal.SIGCONT)
+
+
+def all_blocks_come_back(engine: Engine, free: int) -> None:
+    """Wait until an engine knows no request any more and has all of its blocks."""
+    end_s = time.monotonic() + 30
+    while engine.call("idle", seconds=0.2):
+        assert time.monotonic() < end_s, engine.call("known")
+    assert engine.call("free_blocks") == free
+
+
+def test_a_request_is_aborted_while_it_is_loaded(pair: Pair) -> None:
+    prefill, decode = pair(QUICK)
+    free = [engine.call("free_blocks") for engine in (prefill, decode)]
+    params = prefill.generate(prompt_of(N), 1, WANTED)["params"]
+    with stopped(prefill):
+        decode.call("add", name="a", prompt=prompt_of(N), max_tokens=8, params=params)
+        decode.call("idle", seconds=0.5)
+        assert list(decode.call("known").values()) == ["WAITING_FOR_REMOTE_KVS"]
+        decode.call("abort", name="a")
+        decode.call("idle", seconds=0.5)
+    for engine, blocks in zip((prefill, decode), free, strict=True):
+        all_blocks_come_back(engine, blocks)
+
+
+def test_a_request_is_aborted_before_it_is_scheduled(pair: Pair) -> None:
+    prefill, decode = pair({**LOCAL, "lease_s": 60.0})
+    free = prefill.call("free_blocks")
+    params = prefill.generate(prompt_of(N), 1, WANTED)["params"]
+    decode.call("add_and_abort", name="a", prompt=prompt_of(N), params=params)
+    all_blocks_come_back(prefill, free)  # long before the lease would end: it has been told
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_the_prefill_engine_is_killed(pair: Pair, policy: str) -> None:
+    prefill, decode = pair(QUICK, kv_load_failure_policy=policy)
+    alone = answers_alone(decode, [N, N + 1])
+    disaggregated(prefill, decode, prompt_of(N + 1))  # both have met
+    params = prefill.generate(prompt_of(N), 1, WANTED)["params"]
+    free = decode.call("free_blocks")
+    prefill.kill()
+    began_s = time.monotonic()
+    answer = decode.generate(prompt_of(N), 8, params)
+    assert time.monotonic() - began_s < 20
+    if policy == "recompute":
+        assert (answer["tokens"], answer["reason"]) == (alone[N], "length")
+    else:
+        assert answer["reason"] == "error"
+        assert "could not be loaded over local" in decode.tail()
+    all_blocks_come_back(decode, free)
+
+
+def test_the_prefill_engine_comes_back_behind_the_same_port(
+    pair: Pair, start: Start, free_port: int
+) -> None:
+    extra = {**QUICK, "handshake": {"timeout_s": 2.0, "port": free_port}}
+    first = start(transfer=transfer_config("kv_producer", extra))
+    decode = start(
+        transfer=transfer_config("kv_consumer", QUICK, kv_load_failure_policy="recompute")
+    ).ready()
+    alone = answers_alone(decode, [N, N + 1, N + 2])
+    first.ready()
+    _, answer = disaggregated(first, decode, prompt_of(N))
+    assert answer["tokens"] == alone[N]
+    old = first.generate(prompt_of(N + 1), 1, WANTED)["params"]
+    first.kill()
+    second = start(transfer=transfer_config("kv_producer", extra)).ready()
+    second.generate(prompt_of(N + 3), 1, WANTED)  # other bytes where the old ones were
+    before = external_tokens(decode)
+    answer = decode.generate(prompt_of(N + 1), 8, old)
+    assert answer["tokens"] == alone[N + 1], "what the old engine promised was read from the new"
+    _, answer = disaggregated(second, decode, prompt_of(N + 2))
+    assert answer["tokens"] == alone[N + 2]
+    assert external_tokens(decode) - before >= N + 1
+
+
+def test_sixteen_requests_at_once(pair: Pair) -> None:
+    prefill, decode = pair({"transport": "nixl"})
+    lengths = [50 + 61 * i for i in range(16)]
+    alone = answers_alone(decode, lengths)
+    names = [f"r{n}" for n in lengths]
+    for name, n in zip(names, lengths, strict=True):
+        prefill.call("add", name=name, prompt=prompt_of(n), max_tokens=1, params=WANTED)
+    firsts = prefill.wait(names)
+    for name, n in zip(names, lengths, strict=True):
+        decode.call("add", name=name, prompt=prompt_of(n), max_tokens=8,
+                    params=firsts[name]["params"])  # fmt: skip
+    seconds = decode.wait(names)
+    assert {n: seconds[f"r{n}"]["tokens"] for n in lengths} == alone
+    assert prefill.call("idle", seconds=0.5) == 0
+
+
+def test_what_decode_has_cached_does_not_move(pair: Pair) -> None:
+    prefill, decode = pair(LOCAL)
+    prompt = prompt_of(2 * 128 + 40)
+    alone = decode.generate(prompt)["tokens"]
+    decode.call("reset")
+    disaggregated(prefill, decode, prompt[: 128 + 20])  # its first block stays cached here
+    before = external_tokens(decode)
+    _, answer = disaggregated(prefill, decode, prompt)
+    assert answer["tokens"] == alone
+    assert external_tokens(decode) - before == len(prompt) - 1 - 128
+
+
+def test_prompts_that_prefill_computes_in_chunks(pair: Pair) -> None:
+    prefill, decode = pair(LOCAL, prefill={"max_num_batched_tokens": 128, "max_num_seqs": 4})
+    alone = answers_alone(decode, [1000])
+    _, answer = disaggregated(prefill, decode, prompt_of(1000))
+    assert answer["tokens"] == alone[1000]
+
+
+def test_a_request_loses_its_blocks_while_it_is_answered(pair: Pair) -> None:
+    """What was loaded is computed again, here, after vLLM has taken its blocks away."""
+    prefill, decode = pair(LOCAL, decode={"num_gpu_blocks_override": 8, "max_model_len": 900})
+    lengths, names = [250, 251, 252], ["r250", "r251", "r252"]
+    alone = {n: decode.generate(prompt_of(n), 140)["tokens"] for n in lengths}
+    decode.call("reset")
+    for name, n in zip(names, lengths, strict=True):
+        params = prefill.generate(prompt_of(n), 1, WANTED)["params"]
+        decode.call("add", name=name, prompt=prompt_of(n), max_tokens=140, params=params)
+    ended = decode.wait(names)
+    assert {n: ended[f"r{n}"]["tokens"] for n in lengths} == alone
+    assert decode.call("metrics")["vllm:num_preemptions"] > 0
+
+
+def test_several_transports_side_by_side(pair: Pair) -> None:
+    """The first one fails at every read; the second one takes its place."""
+    extra: dict[str, Any] = {
+        "connectors": [
+            {"name": "first", "transport": "faulty",
+             "options": {"inner": {"transport": "local"},
+                         "operations": [{"what": "fail", "share": 1.0}]}},
+            {"name": "second", "transport": "nixl"},
+        ],
+    }  # fmt: skip
+    prefill, decode = pair(extra, connector="KVBridgeMultiConnector")
+    alone = answers_alone(decode, [N])
+    _, answer = disaggregated(prefill, decode, prompt_of(N))
+    assert (answer["tokens"], answer["reason"]) == (alone[N], "length")
+
+
+def test_beside_others_in_vllms_own_multi_connector(start: Start) -> None:
+    def several(role: str) -> dict[str, Any]:
+        ours = transfer_config(role, LOCAL)
+        return {
+            "kv_connector": "MultiConnector",
+            "kv_role": role,
+            "kv_connector_extra_config": {"connectors": [ours]},
+        }
+
+    prefill = start(transfer=several("kv_producer"))
+    decode = start(transfer=several("kv_consumer"))
+    prefill.ready()
+    alone = answers_alone(decode.ready(), [N])
+    before = external_tokens(decode)
+    _, answer = disaggregated(prefill, decode, prompt_of(N))
+    assert answer["tokens"] == alone[N]
+    assert external_tokens(decode) - before == N - 1
+
+
+def test_requests_that_nobody_hands_on_are_let_go_of(pair: Pair) -> None:
+    prefill, _ = pair({**LOCAL, "lease_s": 2.0})
+    free = prefill.call("free_blocks")
+    prefill.generate(prompt_of(N), 1, WANTED)
+    assert prefill.call("free_blocks") < free
+    all_blocks_come_back(prefill, free)

@@ -1,0 +1,65 @@
+"""Our class against vLLM's base class: of the vLLM that is installed, and of those read."""
+
+import inspect
+import json
+from pathlib import Path
+
+import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+from kvbridge.integrations.vllm import KVBridgeConnector
+from tests.tools.vllm_interface import interface_of
+
+READ = sorted((Path(__file__).parent / "interfaces").glob("*.json"))
+
+LEFT_TO_VLLM = {
+    "bind_connector_metadata": "keeps what the step brings",
+    "bind_gpu_block_pool": "block tables come with the hooks",
+    "bind_kv_cache_manager": "keeps the manager, which we ask for block tables",
+    "clear_connector_metadata": "forgets what the step brought",
+    "finish_forward": "nothing is read of the cache in the forward pass",
+    "get_block_ids_with_load_errors": "requests are reported, also right for several groups",
+    "get_external_cache_hit_sources": "all of it is from a peer, as _cache_hit_source says",
+    "get_finished": "get_transfer_results says it, with what failed",
+    "get_finished_count": "every worker reports",
+    "get_kv_connector_kv_cache_events": "no block is made that others could look up",
+    "get_mem_pool_context": "vLLM's own memory is registered",
+    "handle_preemptions": "the scheduler half is told, with the step",
+    "has_connector_metadata": "as vLLM has it",
+    "has_pending_block_frees": "blocks are kept for readers, whoever else wants them",
+    "register_finished_partial_tail": "nothing is kept that is addressed by hashes",
+    "requires_kv_delivery": "whoever produces has to deliver",
+    "requires_piecewise_for_cudagraph": "nothing is done layer by layer",
+    "reset_cache": "there is none",
+    "reset_capture_state": "nothing is captured",
+    "role": "as vLLM has it",
+    "set_host_xfer_buffer_ops": "transports read device memory, or refuse it when configured",
+    "set_xfer_handshake_metadata": "the one that knows pipeline stages is called",
+    "supports_divergent_local_hybrid_hits": "it does not: of a window that begins before what "
+    "attention has cached here, only what comes behind that would be loaded",
+    "supports_sleep_mode": "the default is that it does, and it does",
+    "take_events": "no block is made that others could look up",
+}
+"""Hooks that are vLLM's own here, and why."""
+
+
+def test_every_hook_of_the_vllm_that_runs_here_is_known() -> None:
+    check(interface_of(Path(inspect.getfile(KVConnectorBase_V1)).read_text()))
+
+
+@pytest.mark.parametrize("read", READ, ids=lambda path: path.stem)
+def test_every_hook_of_a_vllm_that_was_read_is_known(read: Path) -> None:
+    check(json.loads(read.read_text()))
+
+
+def check(theirs: dict[str, list[str]]) -> None:
+    """Check that we have each hook, with its arguments, or know why not."""
+    ours = vars(KVBridgeConnector)
+    unknown = [name for name in theirs if name not in ours and name not in LEFT_TO_VLLM]
+    assert not unknown, f"vLLM has hooks that nobody has decided on: {unknown}"
+    for name, arguments in theirs.items():
+        if name in ours:
+            hook = getattr(KVBridgeConnector, name)
+            assert [*inspect.signature(hook).parameters][-len(arguments) :] == arguments or not (
+                arguments
+            ), f"{name} is called with {arguments}"
