@@ -9,6 +9,7 @@ from kvbridge.config import Config, parse_config
 from kvbridge.errors import ConfigError
 from kvbridge.handshake import EngineAddress, Networks, SecurityConfig
 from kvbridge.session.leases import SLOTS
+from kvbridge.session.staging import STAGING_NBYTES
 
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 Positive = Annotated[float, Meta(gt=0, le=86_400)]
@@ -65,6 +66,9 @@ class ConnectorConfig(Config, frozen=True):
         leases_max: For how many requests at once blocks may be kept; others are not offered.
         payload_check: Whether what has been loaded is compared with what the other engine holds:
             not at all, some chunks of each rank (``"sampled"``), or all of it (``"full"``).
+        staging_nbytes: Host memory of each rank that pages are read into where the two engines keep
+            cells in another order, to be put in their places from there; made and registered with
+            the first such load. 0: such loads are read cell by cell.
     """
 
     transport: str = "local"
@@ -80,6 +84,7 @@ class ConnectorConfig(Config, frozen=True):
     direction: Literal["auto", "pull", "push"] = "auto"
     leases_max: Annotated[int, Meta(ge=1, le=SLOTS)] = SLOTS
     payload_check: Literal["off", "sampled", "full"] = "off"
+    staging_nbytes: Annotated[int, Meta(ge=0, le=1 << 36)] = STAGING_NBYTES
 
 
 def connector_configs(values: object) -> dict[str, ConnectorConfig]:

@@ -58,9 +58,8 @@ class Rearrangement:
         target = _locate(there, self.target_address, self.nbytes, "target")
         pair = source * len(there) + target
         order = np.argsort(pair, kind="stable")  # mostly they are in order, or all alike
-        for chosen in (
-            np.split(order, np.flatnonzero(np.diff(pair[order])) + 1) if pair.size else ()
-        ):
+        alike = np.split(order, np.flatnonzero(np.diff(pair[order])) + 1)
+        for chosen in alike if pair.size else ():
             first = chosen[0]
             _assign(
                 here[source[first]],

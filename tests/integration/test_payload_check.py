@@ -18,8 +18,8 @@ from kvbridge.connector.worker import BridgeWorker
 from kvbridge.errors import ConfigError, MemoryBusyError
 from kvbridge.handshake import DigestRequest, Digests, Given
 from kvbridge.handshake.messages import decode_note
-from kvbridge.model import Rank, TransferTopology
-from kvbridge.session import RankAgent, answers, local_rank, payload, questions
+from kvbridge.model import Rank, RankCache, TransferTopology
+from kvbridge.session import RankAgent, Transfer, answers, local_rank, payload, questions
 from kvbridge.transport import Peer, Poll
 from kvbridge.transport.local import agent as local_agent
 from tests.integration import drivers
@@ -29,7 +29,7 @@ LOCAL: dict[str, Any] = {"transport": "local"}
 WAYS = ["pull", "push"]
 SHAPES = [({"tp": 2}, {"tp": 4}), ({"tp": 4}, {"pp": 2}), ({}, {})]
 THEIRS, OURS, TOKENS = [7, 2, 3], [5, 9, 4], 10
-THREAD = "kvbridge-digest"
+THREAD = "kvbridge-beside"
 
 
 def checking(mode: str, way: str = "pull", **others: Any) -> dict[str, Any]:
@@ -63,12 +63,25 @@ def when(worker: Connector, kind: type | None, act: Callable[[], None]) -> None:
     half._transport.poll = polled
 
 
+def before_it_is_compared(worker: Connector, act: Callable[[], None]) -> None:
+    """Do something once all bytes of a load are in their places."""
+    checks = worker.worker_half.agent._checks  # type: ignore[attr-defined]
+    begin = checks.begin
+
+    def begun(transfer: Transfer, cache: RankCache) -> Any:
+        if transfer.check is not None:
+            act()
+        return begin(transfer, cache)
+
+    checks.begin = begun
+
+
 def holds_nothing(*engines: TinyEngine) -> bool:
     """Whether nobody waits for anything, and no blocks are kept."""
     halves = [w.worker_half for each in engines for w in each.workers.values()]  # type: ignore[attr-defined]
     return not any(
         len(half._loads) or len(half._answers) or half._held or half._leaving or half.agent._live
-        or half.agent._checks._open or half.agent.quarantined or half.agent._digester.is_busy
+        or half.agent._checks._open or half.agent.quarantined or half.agent._beside.is_busy
         for half in halves
     )  # fmt: skip
 
@@ -166,7 +179,7 @@ def test_one_byte_that_has_changed_is_found_and_named(
     def spoil() -> None:
         cell[5] = 0xA5
 
-    when(d.workers[stage], Given if way == "push" else None, spoil)
+    before_it_is_compared(d.workers[stage], spoil)
     d.load("r", OURS, TOKENS, p.prefill("r", THEIRS, TOKENS))
     d.load("other", [1, 2, 3], TOKENS, p.prefill("other", [10, 11, 12], TOKENS))
     run([p, d], lambda: len(d.loaded) == 2 and len(p.sent) == 2)
@@ -511,7 +524,7 @@ def test_a_load_that_is_late_is_not_compared_any_more(engine: Make) -> None:
 def test_two_ranks_that_gave_something_else_fail_a_load_once(engine: Make) -> None:
     """Both are found at the same moment."""
     held = Held()
-    config = checking("full")
+    config = checking("full", staging_nbytes=0)
     p, d = engine("p", LOCAL, tp=2), engine("d", config, workers=working_in(held, **config))
 
     def spoil() -> None:
