@@ -4,7 +4,6 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
 from dataclasses import replace
 from typing import Any
 
@@ -13,17 +12,16 @@ import pytest
 
 from kvbridge.connector import Connector
 from kvbridge.connector.bridge import BridgeConnector
-from kvbridge.connector.config import ConnectorConfig
-from kvbridge.connector.worker import BridgeWorker
 from kvbridge.errors import ConfigError, MemoryBusyError
 from kvbridge.handshake import DigestRequest, Digests, Given
 from kvbridge.handshake.messages import decode_note
-from kvbridge.model import Rank, RankCache, TransferTopology
+from kvbridge.model import RankCache
 from kvbridge.session import RankAgent, Transfer, answers, local_rank, payload, questions
 from kvbridge.transport import Peer, Poll
 from kvbridge.transport.local import agent as local_agent
 from tests.integration import drivers
 from tests.integration.tiny_engine import HEADS, Make, TinyEngine, run
+from tests.integration.working import Held, working_in
 
 LOCAL: dict[str, Any] = {"transport": "local"}
 WAYS = ["pull", "push"]
@@ -84,39 +82,6 @@ def holds_nothing(*engines: TinyEngine) -> bool:
         or half.agent._checks._open or half.agent.quarantined or half.agent._beside.is_busy
         for half in halves
     )  # fmt: skip
-
-
-class Held(Executor):
-    """Works only when it is told to."""
-
-    def __init__(self) -> None:
-        self.waiting: list[tuple[Future[Any], Callable[[], Any]]] = []
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        self.waiting.append((future, lambda: fn(*args, **kwargs)))
-        return future
-
-    def go(self) -> None:
-        waiting, self.waiting = self.waiting, []
-        for future, work in waiting:
-            future.set_result(work())
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        for future, _ in self.waiting:
-            future.cancel()
-
-
-def working_in(threads: Executor, **config: Any) -> Callable[[Rank, TransferTopology], Any]:
-    """Return what makes worker halves that take digests somewhere else."""
-
-    def make(rank: Rank, topology: TransferTopology) -> BridgeConnector:
-        half = BridgeWorker.open(
-            ConnectorConfig(**config), "local", topology, model="m", digesting=threads
-        )
-        return BridgeConnector("local", worker_half=half)
-
-    return make
 
 
 @pytest.mark.parametrize("way", WAYS)
