@@ -308,9 +308,7 @@ class RankAgent:
         session = self._pairings.session(engine_id)
         check_timeout(timeout_s, "timeout_s")
         now_s = self._clock()
-        portions = self._portions.of(
-            session.plan, local_tables, remote_tables, start_token, end_token
-        )
+        portions = self._portions.of(session, local_tables, remote_tables, start_token, end_token)
         batches: list[TransferBatch] = []
         if portions is None:
             batches = session.plan.lower(
@@ -536,9 +534,9 @@ class RankAgent:
         """Whether what this rank reads from a remote engine is staged.
 
         Raises:
-            UnknownEngineError: The engine is not connected, or not to be read from.
+            UnknownEngineError: The engine is not connected.
         """
-        return self._portions.are_possible(self._pairings.session(engine_id).plan)
+        return self._portions.are_possible(self._pairings.session(engine_id))
 
     @property
     def staged_nbytes(self) -> int:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from kvbridge.errors import KVBridgeError
 from kvbridge.model import RankCache
 from kvbridge.model.arrays import bytes_at
-from kvbridge.plan import BlockTable, EngineTransferPlan, StagedPortion
+from kvbridge.plan import BlockTable, StagedPortion
 from kvbridge.session.beside import Beside
 from kvbridge.session.causes import cause_of
 from kvbridge.session.local_rank import LocalRank
@@ -101,13 +101,13 @@ class Portions:
         open_: tuple[_Load | _Begun, ...] = (*self._waiting, *self._begun)
         return any(each.transfer.session is session for each in open_)
 
-    def are_possible(self, plan: EngineTransferPlan) -> bool:
-        """Whether what a plan reads will be staged."""
-        return plan.strategy == "staged" and self._staging.is_possible
+    def are_possible(self, session: Session) -> bool:
+        """Whether what is read from a remote engine will be staged."""
+        return session.is_staged and self._staging.is_possible
 
     def of(
         self,
-        plan: EngineTransferPlan,
+        session: Session,
         local_tables: Sequence[BlockTable],
         remote_tables: Sequence[BlockTable],
         start_token: int,
@@ -118,10 +118,10 @@ class Portions:
         Raises:
             BlockTableError: The tables do not cover the range.
         """
-        if not (self.are_possible(plan) and self._staging.open()):
+        if not (self.are_possible(session) and self._staging.open()):
             return None
         most = self._staging.nbytes
-        return plan.staged_portions(
+        return session.plan.staged_portions(
             local_tables,
             remote_tables,
             start_token=start_token,

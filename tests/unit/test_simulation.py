@@ -18,11 +18,11 @@ from kvbridge.testing.simulation.memory import Arena
 from kvbridge.testing.simulation.plant import Plant
 from kvbridge.testing.simulation.scenario import Scenario
 from kvbridge.testing.simulation.transport import SimulatedAgent, SimulatedPeer
-from tests.mutants import lifecycle, pushes
+from tests.mutants import lifecycle, pushes, staged
 from tests.mutants.bugs import BUGS
 
 REQUESTS = 60
-PLANTED = (lifecycle, pushes)
+PLANTED = (lifecycle, pushes, staged)
 """These fill the list of bugs."""
 
 FOUND = {
@@ -71,6 +71,9 @@ FOUND = {
     "offers_while_it_drains": (7, 60),
     "renews_beyond_its_own_end": (11, 100),
     "is_drained_while_blocks_are_kept": (3, 60),
+    "gives_staging_back_before_its_read_is_quiet": (6, 60),
+    "calls_a_load_quiet_that_is_being_arranged": (4, 60),
+    "arranges_what_is_not_all_here": (5, 60),
 }
 """A seed of so many requests that finds each bug. Another order of events needs other seeds."""
 

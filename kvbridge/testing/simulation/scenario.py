@@ -173,6 +173,7 @@ class Scenario:
         ways: Whether each engine reads what it loads, or has it written.
         notify_max_bytes: Largest notice; where what cannot be written may be read, long lists of
             blocks may not fit.
+        staging_nbytes: Memory of a rank for loads that are staged, a few pages; 0 for none.
     """
 
     seed: int
@@ -196,6 +197,7 @@ class Scenario:
     prefers_to_write: bool
     ways: tuple[Way, ...]
     notify_max_bytes: int
+    staging_nbytes: int
 
     @property
     def pushes(self) -> bool:
@@ -248,6 +250,7 @@ class Scenario:
             prefers_to_write=rng.random() < 0.6,
             ways=ways,
             notify_max_bytes=210 if small else 1 << 16,
+            staging_nbytes=rng.choice((0, 0, 2048, 8192)),
         )
         if not drawn.faults.calm:
             return drawn
