@@ -551,6 +551,7 @@ class RankAgent:
             agent does so itself.
         """
         self._beside.close()
+        self._portions.close()
         self._leases.revoke_all()  # whoever still reads shall not take it for a success
         # Others may still write there, for all we know.
         written = self._local.cache.regions if len(self._wants) else ()

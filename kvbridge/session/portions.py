@@ -8,8 +8,9 @@ turn. A load that fails takes its portions out of the line.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError, Future
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -98,8 +99,7 @@ class Portions:
 
     def are_with(self, session: Session) -> bool:
         """Whether one is of a remote engine."""
-        open_: tuple[_Load | _Begun, ...] = (*self._waiting, *self._begun)
-        return any(each.transfer.session is session for each in open_)
+        return any(transfer.session is session for transfer in self._transfers())
 
     def are_possible(self, session: Session) -> bool:
         """Whether what is read from a remote engine will be staged."""
@@ -174,6 +174,16 @@ class Portions:
                     self._end(begun)
         return " and ".join(dict.fromkeys(words))
 
+    def close(self) -> None:
+        """Fail what is not in its place: nothing will be put there any more."""
+        for transfer in self._transfers():
+            transfer.fail("the reader was shut down", "shutdown")
+
+    def _transfers(self) -> Iterator[Transfer]:
+        """Yield whose portions there are, perhaps more than once."""
+        yield from (load.transfer for load in self._waiting)
+        yield from (begun.transfer for begun in self._begun)
+
     def _go_on(self) -> None:
         """Begin what there is room for, the first one first."""
         while self._waiting:
@@ -211,7 +221,8 @@ class Portions:
             if not begun.arranging.done():
                 return False
             try:
-                begun.arranging.result()
+                with suppress(CancelledError):  # by close(), which has failed it
+                    begun.arranging.result()
             except KVBridgeError as error:
                 transfer.fail(str(error), cause_of(error))
             transfer.arranging_s = self._clock() - transfer.read_s  # that of the last one counts

@@ -410,6 +410,20 @@ def test_staging_that_is_not_proven_quiet_outlives_its_agent(engine: Make) -> No
     staging._kept.clear()
 
 
+def test_an_agent_that_is_closed_arranges_nothing_more(engine: Make) -> None:
+    held = Held()
+    p = engine("p", LOCAL, axes=HEADS_FIRST)
+    d = engine("d", LOCAL, workers=working_in(held, **LOCAL))
+    begin(p, d, "r", [3], [2])
+    run([p, d], lambda: bool(held.waiting))
+    agent = agent_of(d)
+    (transfer,) = agent._live._live
+    assert agent.close() == ()
+    agent.poll()
+    assert (transfer.state, transfer.cause, transfer.quiet) == (State.FAILED, "shutdown", True)
+    assert (d.memory[0, 0] == -1).all()
+
+
 def test_an_agent_alone_stages_too(engine: Make) -> None:
     """Without a connector: ``pull``, ``poll``, and the bytes are there."""
     p, d = engine("p", LOCAL, axes=HEADS_FIRST), engine("d", LOCAL)

@@ -28,14 +28,14 @@ PLANTED = (lifecycle, pushes, staged)
 FOUND = {
     "frees_after_the_first_reader": (0, 60),
     "counts_reports_and_not_readers": (3, 100),
-    "adds_up_readers_of_several_engines": (47, 100),
+    "adds_up_readers_of_several_engines": (65, 60),
     "names_requests_alike_each_time": (197, 100),
     "forgets_to_revoke_when_all_have_read": (0, 60),
     "revokes_only_after_the_blocks_are_free": (0, 60),
     "keeps_blocks_for_ever": (0, 60),
     "keeps_the_slots_of_expired_leases": (0, 60),
     "looks_at_the_lease_before_the_bytes": (1438, 100),
-    "looks_at_no_lease": (4, 60),
+    "looks_at_no_lease": (10, 60),
     "takes_a_lease_that_has_not_begun_for_one_that_is_over": (60, 100),
     "calls_a_late_transfer_quiet": (0, 60),
     "ends_with_the_first_read_that_failed": (3, 60),
@@ -55,20 +55,20 @@ FOUND = {
     "forgets_connectors_that_stood_by": (35, 100),
     "frees_what_was_wanted_at_the_deadline": (0, 60),
     "takes_any_answer_for_its_own": (0, 60),
-    "takes_a_lost_writer_for_quiet_at_once": (8, 100),
-    "forgets_to_insist_on_an_answer": (6, 60),
-    "says_that_it_is_done_before_it_reads_instead": (11, 60),
-    "carries_out_a_want_that_comes_again": (6, 60),
+    "takes_a_lost_writer_for_quiet_at_once": (84, 60),
+    "forgets_to_insist_on_an_answer": (10, 60),
+    "says_that_it_is_done_before_it_reads_instead": (29, 60),
+    "carries_out_a_want_that_comes_again": (0, 60),
     "carries_out_what_was_withdrawn": (0, 60),
     "does_not_answer_what_was_withdrawn": (0, 60),
-    "does_not_answer_whom_it_could_not_meet": (6, 100),
+    "does_not_answer_whom_it_could_not_meet": (28, 60),
     "answers_before_its_writes_have_ended": (0, 60),
-    "frees_what_it_is_writing": (6, 60),
+    "frees_what_it_is_writing": (10, 60),
     "does_not_ask_to_keep_what_waits": (75, 100),
     "takes_a_refused_renewal_for_a_granted_one": (3, 60),
     "does_not_keep_what_it_has_renewed": (2, 60),
     "renews_a_lease_that_is_nearly_over": (2, 60),
-    "offers_while_it_drains": (7, 60),
+    "offers_while_it_drains": (13, 60),
     "renews_beyond_its_own_end": (11, 100),
     "is_drained_while_blocks_are_kept": (3, 60),
     "gives_staging_back_before_its_read_is_quiet": (6, 60),
@@ -77,7 +77,7 @@ FOUND = {
 }
 """A seed of so many requests that finds each bug. Another order of events needs other seeds."""
 
-QUICK = {0, 2, 3, 4, 6, 7, 11}
+QUICK = {0, 2, 3, 4, 5, 6, 10, 11}
 
 HASHES = """
 from kvbridge.testing.simulation import simulate
@@ -121,14 +121,14 @@ def test_a_planted_bug_is_found(
 
 def test_a_violation_says_how_to_see_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
     BUGS["looks_at_no_lease"].plant(monkeypatch)
-    result = simulate(4, REQUESTS)
+    result = simulate(10, REQUESTS)
     assert result.violation is not None
     said = str(result)
     assert result.violation.rule in said
     assert f"r{result.violation.job}" in said
-    assert f"python -m kvbridge.testing.simulation --replay 4 --requests {REQUESTS}" in said
+    assert f"python -m kvbridge.testing.simulation --replay 10 --requests {REQUESTS}" in said
     assert len(said.splitlines()) < 80, "a person reads it"
-    assert simulate(4, REQUESTS).digest == result.digest, "it happens again"
+    assert simulate(10, REQUESTS).digest == result.digest, "it happens again"
 
 
 def test_a_session_opened_while_its_rank_takes_other_memory_is_dropped(
