@@ -243,10 +243,10 @@ def test_staging_is_nobody_elses_while_a_read_may_still_land_there(
     engine: Make, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
     monkeypatch.setattr(portions, "SHARE", 1)
-    late_s = 2.5
+    late_s = 4.5
     p = engine("p", {**LOCAL, "name": "a"}, axes=HEADS_FIRST)
     slow = failing("delay", delay_s=late_s)
-    d = engine("d", {**slow, "staging_nbytes": BLOCK, "timeout_s": 20 if why == "aborted" else 2})
+    d = engine("d", {**slow, "staging_nbytes": BLOCK, "timeout_s": 20 if why == "aborted" else 3})
     begin(p, d, "first", [3], [2])
     run([p, d], lambda: value(d, "staging_bytes") > 0)
     read_s = time.monotonic()
