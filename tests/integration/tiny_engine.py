@@ -125,7 +125,7 @@ class TinyEngine:
                 for i in range(layers)
             ),
             (CacheGroup("attention", self.page),),
-            (memory_region(self.memory[rank].base),),
+            (memory_region(self.memory[rank]),),
         )
 
     def fill(self, pages: Iterable[int], value: float = 0.0) -> None:
