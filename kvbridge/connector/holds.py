@@ -13,9 +13,6 @@ from kvbridge.connector.values import BlockIds
 from kvbridge.session import Lease
 from kvbridge.session.leases import EPOCH_BITS, SLOTS
 
-RENEWALS_PER_LEASE = 3
-"""So often does a reader ask in a lease's time: two answers in a row may get lost."""
-
 
 @dataclass(slots=True)
 class _Promise:

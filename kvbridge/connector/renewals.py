@@ -15,13 +15,14 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvbridge.connector.holds import RENEWALS_PER_LEASE
 from kvbridge.connector.params import RemoteRequest
 from kvbridge.errors import KVBridgeError
 from kvbridge.handshake import EngineAddress, RenewalReply, RenewalRequest
 
 _log = logging.getLogger(__name__)
 
+RENEWALS_PER_LEASE = 3
+"""So often does a reader ask in a lease's time: two answers in a row may get lost."""
 _UNKNOWN_LEASE_S = 15.0
 _AT_ONCE = 64
 """So many requests in one question: their names, of 1 KiB each, fit into one."""

@@ -62,6 +62,7 @@ class Kept:
         """Do not keep a request's blocks, and let its readers know."""
         if lease is not None:
             self._leases.refuse(lease)
+        self.computed.forget(request_id)
         self._releases.expire(request_id)
 
     def expire(self, request_id: str) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from kvbridge.connector import Request
-from tests.integration.tiny_engine import Make, TinyEngine, run, scheduler_of, several
+from tests.integration.tiny_engine import Make, TinyEngine, expected, run, several
 
 LOCAL = {"transport": "local", "lease_s": 60}
 SLOW_S = 1.0
@@ -92,15 +92,7 @@ def test_one_that_waits_for_a_place_ends_at_once(engine: Make) -> None:
 
 def test_one_that_waits_for_its_prefill_is_withdrawn(engine: Make) -> None:
     p, d = engine("p", LOCAL), engine("d", LOCAL)
-    address = scheduler_of(p.scheduler).server.address
-    expected = {
-        "do_remote_prefill": True,
-        "remote_engine_id": p.engine_id,
-        "remote_host": address.host,
-        "remote_port": address.port,
-        "transfer_id": "x",
-    }
-    d.load("r", [2], 4, expected)
+    d.load("r", [2], 4, expected(p, "x"))
     run([p, d], lambda: is_reading(d))
     abort(d, "r", [2])
     run([p, d], lambda: "r" in d.loaded)

@@ -1,27 +1,17 @@
 """Blocks that go while the rest of their request is being computed."""
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
 from kvbridge.connector import Request
-from tests.integration.tiny_engine import Make, TinyEngine, run, scheduler_of, worker_of
+from tests.integration.tiny_engine import Make, TinyEngine, expected, run, several, worker_of
 
 LOCAL = {"transport": "local", "lease_s": 60, "lease_longest_s": 60}
 TOKENS = 12
 THEIRS, OURS = [7, 2, 3], [5, 9, 4]
-
-
-def expected(p: TinyEngine, transfer_id: str) -> dict[str, Any]:
-    address = scheduler_of(p.scheduler).server.address
-    return {
-        "do_remote_prefill": True,
-        "remote_engine_id": p.engine_id,
-        "remote_host": address.host,
-        "remote_port": address.port,
-        "transfer_id": transfer_id,
-    }
 
 
 def request(tokens: int, **more: Any) -> Request:
@@ -59,7 +49,7 @@ def test_each_chunk_goes_as_soon_as_it_is_computed(
     assert d.load("r", OURS, TOKENS, expected(p, "x")) == TOKENS
     for chunk, tokens in ((THEIRS[:1], 3), (THEIRS[:2], 8)):
         compute(p, chunk, tokens)
-        run([p, d], lambda tokens=tokens: is_here(p, d, tokens))  # type: ignore[misc]
+        run([p, d], partial(is_here, p, d, tokens))
         settle(p, d)
         assert (d.tokens(OURS, TOKENS)[:, tokens:] == -1).all(), "that is not computed yet"
         assert "r" not in d.loaded
@@ -189,14 +179,7 @@ def test_who_asks_late_gets_all_at_once(engine: Make) -> None:
 def test_over_several_connectors(engine: Make) -> None:
     both = {"connectors": [{"name": "a", **LOCAL}, {"name": "b", **LOCAL}]}
     p, d = engine("p", both), engine("d", both)
-    address = p.scheduler.children["a"].scheduler_half.server.address  # type: ignore[attr-defined]
-    asks = {
-        "do_remote_prefill": True,
-        "remote_engine_id": p.engine_id,
-        "remote_host": address.host,
-        "remote_port": address.port,
-        "transfer_id": "x",
-    }
+    asks = expected(p, "x", several(p.scheduler).children["a"])
     d.load("r", OURS, TOKENS, asks)
     compute(p, THEIRS[:2], 8)
     run([p, d], lambda: is_here(p, d, 8))

@@ -19,7 +19,7 @@ from kvbridge.session import RankAgent
 from kvbridge.transport import Peer
 from kvbridge.transport.local import agent as local_agent
 from tests.integration import drivers
-from tests.integration.tiny_engine import Make, TinyEngine, run
+from tests.integration.tiny_engine import Make, TinyEngine, expected, run
 
 LOCAL: dict[str, Any] = {"transport": "local"}
 PUSH: dict[str, Any] = {**LOCAL, "direction": "push"}
@@ -390,18 +390,6 @@ def test_memory_that_others_may_write_to_at_the_end_is_named(
     d.step()
     d.close()
     assert "may still be written to" in caplog.text
-
-
-def expected(p: TinyEngine, transfer_id: str) -> dict[str, Any]:
-    """Return what a router gives to a reader at the same time as the prompt to the producer."""
-    address = p.scheduler.scheduler_half.server.address  # type: ignore[attr-defined]
-    return {
-        "do_remote_prefill": True,
-        "remote_engine_id": p.engine_id,
-        "remote_host": address.host,
-        "remote_port": address.port,
-        "transfer_id": transfer_id,
-    }
 
 
 @pytest.mark.parametrize(("prefill", "decode"), SHAPES, ids=str)

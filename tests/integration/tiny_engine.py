@@ -222,6 +222,18 @@ def worker_of(connector: Connector) -> BridgeWorker:
     return connector.worker_half
 
 
+def expected(p: TinyEngine, transfer_id: str, connector: Connector | None = None) -> dict[str, Any]:
+    """Return what a router gives to a reader at the same time as the prompt to the producer."""
+    address = scheduler_of(connector or p.scheduler).server.address
+    return {
+        "do_remote_prefill": True,
+        "remote_engine_id": p.engine_id,
+        "remote_host": address.host,
+        "remote_port": address.port,
+        "transfer_id": transfer_id,
+    }
+
+
 def several(connector: Connector) -> MultiConnector:
     """Return a connector of several transports as what it is."""
     assert isinstance(connector, MultiConnector)
