@@ -58,7 +58,7 @@ FOUND = {
     "tells_nobody_that_a_waiting_load_was_aborted": (64, 100),
     "writes_on_after_blocks_were_taken_away": (53, 100),
     "begins_again_while_the_old_is_on_its_way": (93, 100),
-    "writes_what_is_not_computed_yet": (205, 100),
+    "writes_what_is_not_computed_yet": (305, 100),
     "forgets_connectors_that_stood_by": (35, 100),
     "frees_what_was_wanted_at_the_deadline": (0, 60),
     "takes_any_answer_for_its_own": (0, 60),
@@ -78,7 +78,7 @@ FOUND = {
     "offers_while_it_drains": (7, 60),
     "renews_beyond_its_own_end": (3, 100),
     "is_drained_while_blocks_are_kept": (3, 60),
-    "gives_staging_back_before_its_read_is_quiet": (6, 60),
+    "gives_staging_back_before_its_read_is_quiet": (277, 100),
     "calls_a_load_quiet_that_is_being_arranged": (7, 60),
     "arranges_what_is_not_all_here": (7, 100),
 }
