@@ -10,6 +10,7 @@ from kvbridge.connector.values import OnFailure
 from kvbridge.errors import ConfigError
 from kvbridge.handshake import EngineAddress, Networks, SecurityConfig
 from kvbridge.session.leases import SLOTS
+from kvbridge.session.staging import STAGING_NBYTES
 
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 Positive = Annotated[float, Meta(gt=0, le=86_400)]
@@ -70,6 +71,9 @@ class ConnectorConfig(Config, frozen=True):
             it, or to fail it; the same for all connectors of an engine.
         log_interval_s: How often a line of the log says what has happened since, if anything has;
             0 for never.
+        staging_nbytes: Host memory of each rank that pages are read into where the two engines keep
+            cells in another order, to be put in their places from there; made and registered with
+            the first such load. 0: such loads are read cell by cell.
     """
 
     transport: str = "local"
@@ -87,6 +91,7 @@ class ConnectorConfig(Config, frozen=True):
     payload_check: Literal["off", "sampled", "full"] = "off"
     on_failure: OnFailure = "recompute"
     log_interval_s: Annotated[float, Meta(ge=0, le=86_400)] = 10.0
+    staging_nbytes: Annotated[int, Meta(ge=0, le=1 << 36)] = STAGING_NBYTES
 
 
 def connector_configs(values: object) -> dict[str, ConnectorConfig]:

@@ -36,7 +36,7 @@ MOVES = (*OWN, "direction")
 DIRECTIONS = ("read", "write")
 """Whether the engine that loads has read, or the other one has written."""
 _COUNTED = tuple(cause for cause in CAUSES if cause != "fault")  # which never gets to us
-PHASES = ("meeting", "queued", "reading")
+PHASES = ("meeting", "queued", "reading", "arranging")
 
 
 def outcome_of(cause: Cause) -> str:
@@ -134,6 +134,11 @@ QUARANTINED = Series(
     "kvbridge_quarantined_operations",
     "gauge",
     "Operations that were given up and may still write",
+)
+STAGING = Series(
+    "kvbridge_staging_bytes",
+    "gauge",
+    "Staging memory that pages are read into or put in their places from; at most staging_nbytes",
 )
 NOTICES_LOST = Series(
     "kvbridge_notices_lost_total",
@@ -238,6 +243,7 @@ SERIES: dict[str, Series] = {
         *WORKER,
         PENDING,
         QUARANTINED,
+        STAGING,
         NOTICES_IGNORED,
         *SCHEDULER,
         LEASES_HELD,

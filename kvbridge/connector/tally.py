@@ -81,13 +81,16 @@ class Tally:
         ):
             meter.count(COPIES, direction, stage, by=pieces)
         met_s = waited.begun_s if waited.met_s is None else waited.met_s
+        arranging_s = transfer.arranging_s
         for phase, seconds in (
             ("meeting", met_s - waited.begun_s),
             ("queued", transfer.started_s - met_s),
-            ("reading", transfer.seconds),
+            ("reading", transfer.seconds - (arranging_s or 0.0)),
+            ("arranging", arranging_s),
             ("all", transfer.ended_s - waited.begun_s),
         ):
-            meter.measure(TRANSFER_SECONDS, seconds, direction, phase)
+            if seconds is not None:
+                meter.measure(TRANSFER_SECONDS, seconds, direction, phase)
 
     def _checked(self, transfer: Transfer) -> None:
         checked, engine_id = transfer.checked, transfer.session.engine_id
@@ -113,7 +116,8 @@ def count_pending(waiting: Iterable[Waiting], reading: Iterable[Reading]) -> dic
     for each in waiting:
         counts[PENDING.name, each.direction, "queued" if each.is_queued else "meeting"] += 1
     for started in reading:
-        counts[PENDING.name, started.waited.direction, "reading"] += not started.has_ended
+        phase = "arranging" if started.transfer.is_arranging else "reading"
+        counts[PENDING.name, started.waited.direction, phase] += not started.has_ended
     return counts
 
 

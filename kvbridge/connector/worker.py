@@ -17,6 +17,7 @@ from kvbridge.connector.series import (
     NOTICES_LOST,
     PUSHES,
     QUARANTINED,
+    STAGING,
     WORKER,
 )
 from kvbridge.connector.stats import Meter, Stats
@@ -86,7 +87,8 @@ class BridgeWorker:
             threads: Where other engines are joined; some of its own if not given.
             uniform: Draws from between two numbers.
             registry: Where the dialer looks engines up.
-            digesting: Where digests are taken; a thread of its own if not given.
+            digesting: Where digests are taken, and what is staged is put in its place; a thread of
+                its own if not given.
         """
         self._config, self._name, self._topology = config, name, topology
         self._named: dict[str, Any] = {
@@ -192,6 +194,7 @@ class BridgeWorker:
             gives=self._config.role != "consumer" and self._config.direction != "pull",
             clock=self._clock,
             digesting=self._digesting,
+            staging_nbytes=self._config.staging_nbytes,
             **self._named,
         )
         self._introductions = Introductions(
@@ -353,6 +356,7 @@ class BridgeWorker:
             {
                 **loads.pending(),
                 (QUARANTINED.name,): agent.quarantined,
+                (STAGING.name,): agent.staged_nbytes,
                 (NOTICES_LOST.name, "transport"): agent.unsent,
                 **{(NOTICES_IGNORED.name, reason): n for reason, n in ignored.items()},
             }

@@ -1,9 +1,11 @@
 """Addresses, shapes and strides of anything that has them, without importing what made it."""
 
+import ctypes
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvbridge.errors import UnsupportedLayoutError
 from kvbridge.model.memory import Region
@@ -74,6 +76,11 @@ def memory_region(tensor: Any) -> Region:
         UnsupportedLayoutError: The object says nothing of its memory.
     """
     return view_of(tensor).region
+
+
+def bytes_at(address: int, nbytes: int) -> NDArray[np.uint8]:
+    """Return host memory of this process where it lies; that does not keep it mapped."""
+    return np.frombuffer(memoryview((ctypes.c_ubyte * nbytes).from_address(address)), np.uint8)
 
 
 def _view_of_torch(tensor: Any) -> ArrayView:

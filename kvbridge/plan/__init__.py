@@ -8,7 +8,7 @@ from kvbridge.plan.mapping import compute_tp_mapping
 from kvbridge.plan.plan import EngineTransferPlan
 from kvbridge.plan.rearrange import Rearrangement
 from kvbridge.plan.shares import TokenShare
-from kvbridge.plan.staged import StagedTransfer
+from kvbridge.plan.staged import StagedPortion, StagedTransfer
 from kvbridge.plan.values import (
     BlockTable,
     Grid,
@@ -35,6 +35,7 @@ __all__ = [
     "ReadSpec",
     "Rearrangement",
     "RegionPlan",
+    "StagedPortion",
     "StagedTransfer",
     "TPMapping",
     "TokenShare",

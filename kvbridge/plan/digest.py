@@ -5,7 +5,6 @@ units and tokens of the sequence as the plan names them, never pages, strides or
 ``digest_probes`` for what is compared and ``digest_hash`` for how sure a digest is.
 """
 
-import ctypes
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 
 from kvbridge.errors import BlockTableError, PlanError, UnsupportedLayoutError
 from kvbridge.model import RankCache
+from kvbridge.model.arrays import bytes_at
 from kvbridge.plan.digest_cells import Held, Target, held_between, side_of, target_of
 from kvbridge.plan.digest_hash import content_hashes, finished, placed, positions
 from kvbridge.plan.digest_probes import Probe
@@ -111,7 +111,7 @@ def _memory_of(cache: RankCache, target: Target) -> NDArray[np.void]:
     return np.ndarray(
         (layer.page_count, component.unit_count, component.token_count),
         np.dtype((np.void, component.cell_bytes)),
-        memoryview((ctypes.c_ubyte * (end - start)).from_address(start)),
+        bytes_at(start, end - start),
         strides=(layer.page_stride, component.unit_stride, component.token_stride),
     )
 

@@ -13,7 +13,12 @@ from kvbridge.plan.check import check_plan
 from kvbridge.plan.cost import costs_of
 from kvbridge.plan.lower import lower_plan, read_specs
 from kvbridge.plan.rearrange import Rearrangement
-from kvbridge.plan.staged import StagedTransfer, lower_staged_plan
+from kvbridge.plan.staged import (
+    StagedPortion,
+    StagedTransfer,
+    lower_staged_plan,
+    staged_portions,
+)
 from kvbridge.plan.values import (
     BlockTable,
     Direction,
@@ -184,24 +189,76 @@ class EngineTransferPlan:
             BlockTableError: A table does not cover the range, or lists impossible blocks.
             PlanError: The staging address is no address.
         """
-        if self.binding is None:
-            raise UnboundPlanError("the plan has no addresses; bind it to two engines' caches")
+        binding = self._readable()
         staging = whole_number("staging_address", staging_address)
         if not 0 <= staging < 1 << 63:
             raise PlanError(
                 f"staging_address {staging:#x} is none; addresses are from 0 to 2**63 - 1: pass "
                 "that of registered memory"
             )
+        tables = (local_tables, remote_tables)
+        if self.strategy == "direct":
+            batches = self.lower(*tables, start_token=start_token, end_token=end_token)
+            return StagedTransfer(batches, Rearrangement.nothing(), 0)
+        return lower_staged_plan(binding, *tables, (start_token, end_token), staging)
+
+    def staged_portions(
+        self,
+        local_tables: Sequence[BlockTable],
+        remote_tables: Sequence[BlockTable],
+        *,
+        start_token: int = 0,
+        end_token: int,
+        most_nbytes: int,
+        aim_nbytes: int | None = None,
+    ) -> list[StagedPortion]:
+        """Cut what ``lower_staged`` gives into portions that can be read one after the other.
+
+        Together they move the same bytes; what goes straight into the cache is a portion of its
+        own, the first one. Cells whose page alone would take too much go straight into the cache,
+        too. The plan's strategy is not asked.
+
+        Args:
+            local_tables: One table for each local cache group.
+            remote_tables: One table for each remote cache group.
+            start_token: First token to move.
+            end_token: One past the last token to move.
+            most_nbytes: Staging memory that no portion exceeds.
+            aim_nbytes: What none exceeds either, unless it is a single page; as ``most_nbytes``, if
+                not given.
+
+        Raises:
+            UnboundPlanError: The plan has no addresses.
+            UnsupportedLayoutError: The plan writes: the consumer alone can rearrange.
+            BlockTableError: A table does not cover the range, or lists impossible blocks.
+            PlanError: The sizes are none, or the wrong way round.
+        """
+        binding = self._readable()
+        most = whole_number("most_nbytes", most_nbytes)
+        aim = most if aim_nbytes is None else whole_number("aim_nbytes", aim_nbytes)
+        if not 0 < aim <= most:
+            raise PlanError(
+                f"portions of {aim} bytes and at most {most} cannot be; give "
+                "0 < aim_nbytes <= most_nbytes"
+            )
+        tokens = (start_token, end_token)
+        return staged_portions(binding, local_tables, remote_tables, tokens, most, aim)
+
+    def _readable(self) -> Binding:
+        """Return the addresses, to read from there and to rearrange what arrives.
+
+        Raises:
+            UnboundPlanError: The plan has no addresses.
+            UnsupportedLayoutError: The plan writes: the consumer alone can rearrange.
+        """
+        if self.binding is None:
+            raise UnboundPlanError("the plan has no addresses; bind it to two engines' caches")
         if self.direction == "write":
             raise UnsupportedLayoutError(
                 "a plan that writes has no staged form: what arrives is rearranged by the "
                 "consumer; plan with direction='read' there"
             )
-        tables = (local_tables, remote_tables)
-        if self.strategy == "direct":
-            batches = self.lower(*tables, start_token=start_token, end_token=end_token)
-            return StagedTransfer(batches, Rearrangement.nothing(), 0)
-        return lower_staged_plan(self.binding, *tables, (start_token, end_token), staging)
+        return self.binding
 
     def read_specs(
         self,

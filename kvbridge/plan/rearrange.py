@@ -56,14 +56,16 @@ class Rearrangement:
         here, there = [_Buffer(s) for s in sources], [_Buffer(t) for t in targets]
         source = _locate(here, self.source_address, self.nbytes, "source")
         target = _locate(there, self.target_address, self.nbytes, "target")
-        pairs = np.unique(np.stack((source, target)), axis=1) if source.size else np.empty((2, 0))
-        for s, t in pairs.T.astype(int).tolist():
-            chosen = (source == s) & (target == t)
+        pair = source * len(there) + target
+        order = np.argsort(pair, kind="stable")  # mostly they are in order, or all alike
+        alike = np.split(order, np.flatnonzero(np.diff(pair[order])) + 1)
+        for chosen in alike if pair.size else ():
+            first = chosen[0]
             _assign(
-                here[s],
-                there[t],
-                self.source_address[chosen].view(np.int64) - here[s].address,
-                self.target_address[chosen].view(np.int64) - there[t].address,
+                here[source[first]],
+                there[target[first]],
+                self.source_address[chosen].view(np.int64) - here[source[first]].address,
+                self.target_address[chosen].view(np.int64) - there[target[first]].address,
                 self.nbytes[chosen].view(np.int64),
             )
 
@@ -95,10 +97,16 @@ def _locate(
     buffers: Sequence[_Buffer], address: UInt64Array, nbytes: UInt64Array, what: str
 ) -> NDArray[np.intp]:
     """Return which buffer each piece lies in."""
+    first, past = address.view(np.int64), address.view(np.int64) + nbytes.view(np.int64)
+    start = np.array([buffer.address for buffer in buffers], np.int64)
+    end = start + np.array([buffer.nbytes for buffer in buffers], np.int64)
     found = np.full(address.size, -1, np.intp)
-    for i, buffer in enumerate(buffers):
-        offset = address.view(np.int64) - buffer.address
-        found[(offset >= 0) & (offset + nbytes.view(np.int64) <= buffer.nbytes)] = i
+    if start.size:
+        order = np.argsort(start)
+        found = order[np.searchsorted(start[order], first, side="right") - 1]
+        found[(first < start[found]) | (past > end[found])] = -1
+    for i in range(start.size) if (found < 0).any() else ():  # one before may reach further
+        found[(found < 0) & (first >= start[i]) & (past <= end[i])] = i
     if (found < 0).any():
         at = int(np.argmax(found < 0))
         raise PlanError(

@@ -12,11 +12,12 @@ from kvbridge.handshake import EngineAddress, HandshakeMetadata
 from kvbridge.handshake.digests import DigestRequest, Digests
 from kvbridge.handshake.messages import Given, Release, Want, Withdrawal
 from kvbridge.model import Rank, RankCache, TransferTopology
-from kvbridge.plan import BlockTable, digests_of
+from kvbridge.plan import BlockTable, TransferBatch, digests_of
 from kvbridge.plan.values import Direction
 from kvbridge.session.asking import Portion, check_of, tables_of, want_of
+from kvbridge.session.beside import Beside
 from kvbridge.session.computed import Event
-from kvbridge.session.digesting import Digester, Values
+from kvbridge.session.digesting import TAKING, Values
 from kvbridge.session.kept import Kept
 from kvbridge.session.leases import Lease, LeaseTable
 from kvbridge.session.live import LiveTransfers
@@ -25,10 +26,12 @@ from kvbridge.session.notes import Notes
 from kvbridge.session.operations import Moves, Operations
 from kvbridge.session.pairings import Pairings
 from kvbridge.session.payload import Checks
+from kvbridge.session.portions import Portions
 from kvbridge.session.proofs import Proofs
 from kvbridge.session.questions import CheckMode
 from kvbridge.session.releases import ReleaseBook
 from kvbridge.session.session import Session
+from kvbridge.session.staging import STAGING_NBYTES, Staging
 from kvbridge.session.transfer import SourceStats, Transfer
 from kvbridge.session.wants import Wants
 from kvbridge.transport import Peer, Region, Transport
@@ -90,6 +93,7 @@ class RankAgent:
         gives: bool = False,
         clock: Callable[[], float] = time.monotonic,
         digesting: Executor | None = None,
+        staging_nbytes: int = STAGING_NBYTES,
     ) -> None:
         """Register the rank's memory with an open transport.
 
@@ -103,8 +107,9 @@ class RankAgent:
             incarnation: Agreed with the engine's other ranks; needed if there are any.
             gives: Whether other ranks may ask it to write, see :class:`Gifts`; it says so to them.
             clock: Seconds that never run backwards.
-            digesting: Where digests are taken; a thread of its own, once there are some to take, if
-                not given. Shut down at the end.
+            digesting: Where digests are taken, and what is staged is put in its place; a thread of
+                its own, once there is something to do, if not given. Shut down at the end.
+            staging_nbytes: Memory for loads that are staged, made once there is one; 0 for none.
 
         Raises:
             ConfigError: The cache is of another engine, or the model has no name.
@@ -125,13 +130,21 @@ class RankAgent:
         self._wants = Wants(transport.notify, transport.drop_peer, self.peer_named, clock)
         self._pairings = Pairings(topology, self._local, transport, self._wants)
         self._operations = Operations(transport, self._local)
-        self._digester = Digester(digesting)
-        self._checks = Checks(transport.notify, self._digester, clock)
+        self._beside = Beside(digesting)
+        self._staging = Staging(transport, self._local, staging_nbytes)
+        self._portions = Portions(self._local, self._operations, self._beside, self._staging, clock)
+        self._checks = Checks(transport.notify, self._beside, clock)
         self._notes = Notes(transport, self._local)
         self._leases = LeaseTable()
         proofs = Proofs(self._leases, self._operations)
         self._live = LiveTransfers(
-            self._local, self._operations, self._wants, proofs, self._checks, self._notes
+            self._local,
+            self._operations,
+            self._wants,
+            proofs,
+            self._checks,
+            self._notes,
+            portions=self._portions,
         )
         self.releases = ReleaseBook(clock)
         self._kept = Kept(self._leases, self.releases)
@@ -235,7 +248,8 @@ class RankAgent:
 
         Raises:
             MemoryBusyError: The memory is in use, by this rank or by another one that was asked to
-                write to it, or digests of it are being taken.
+                write to it, or digests of it are being taken, or what has been read for it is
+                staged.
         """
         if not self._has_cache:
             return
@@ -245,13 +259,19 @@ class RankAgent:
                 f"{before.where}: {len(self._wants)} writes of other engines into its memory "
                 "have not ended; finish or give up what is being loaded, and poll, first"
             )
-        if self._digester.is_busy:
+        if len(self._portions):  # their reads are not seen to use the cache, but will change it
+            raise MemoryBusyError(
+                f"{before.where}: {len(self._portions)} portions of loads are still to be put into "
+                "its memory; finish or give up what is being loaded, and poll, first"
+            )
+        if self._beside.is_busy:
             raise MemoryBusyError(
                 f"{before.where}: digests of its memory are being taken; poll until that is "
                 "done, and try again then"
             )
         self._pairings.disconnect_all()  # their plans are bound to its addresses
-        self._transport.unregister(before.regions)
+        self._transport.unregister((*before.regions, *self._staging.regions))
+        self._staging.forget()
         self._kept.clear()  # before the engine uses that memory for anything else
         self._has_cache = False
 
@@ -323,15 +343,19 @@ class RankAgent:
         session = self._pairings.session(engine_id)
         check_timeout(timeout_s, "timeout_s")
         now_s = self._clock()
-        batches = session.plan.lower(
-            local_tables, remote_tables, start_token=start_token, end_token=end_token
-        )
+        portions = self._portions.of(session, local_tables, remote_tables, start_token, end_token)
+        batches: list[TransferBatch] = []
+        if portions is None:
+            batches = session.plan.lower(
+                local_tables, remote_tables, start_token=start_token, end_token=end_token
+            )
         transfer = Transfer(session, request_id, now_s, now_s + timeout_s, lease=lease)
         portion = Portion(local_tables, start_token, end_token, lease)
         transfer.check = check_of(self._local, transfer, check, address, portion)
         for batch in batches:
-            transfer.sources.append(SourceStats.of(batch))
+            transfer.reads(batch)
             self._operations.submit("read", session, transfer, batch)
+        self._portions.start(transfer, portions or ())
         self._live.add(transfer)
         return transfer
 
@@ -436,7 +460,8 @@ class RankAgent:
             ConfigError: Another promise is meant than that for the request that is held.
         """
         tables = self._kept.tables(asks.request_id, asks.epoch)
-        return self._digester.start(partial(digests_of, self._local.cache, asks.probes, tables))
+        work = partial(digests_of, self._local.cache, asks.probes, tables)
+        return self._beside.start(work, TAKING)
 
     def give(self, gift: _Gives, want: Want) -> None:
         """Write what is there of what a rank of another engine wants, and was not written before.
@@ -559,6 +584,7 @@ class RankAgent:
                 case Want() | Withdrawal() | DigestRequest() as note:
                     asked.append((sender, note))
         self._wants.poll()
+        self._portions.poll()
         self._checks.poll(self._pairings.is_current)
         return AgentPoll(tuple(self._live.ended(self._clock())), tuple(released), tuple(asked))
 
@@ -572,18 +598,34 @@ class RankAgent:
         """What nobody waits for any more but is not quiet; asked from any thread."""
         return self._live.quarantined
 
+    def stages(self, engine_id: str) -> bool:
+        """Whether what this rank reads from a remote engine is staged.
+
+        Raises:
+            UnknownEngineError: The engine is not connected.
+        """
+        return self._portions.are_possible(self._pairings.session(engine_id))
+
+    @property
+    def staged_nbytes(self) -> int:
+        """Bytes of staging memory that are in use; asked from any thread."""
+        return self._staging.used_nbytes
+
     def close(self, *, timeout_s: float = 5.0) -> tuple[Region, ...]:
         """Forget every engine and close the transport.
 
         Returns:
-            The regions that are not proven quiet: keep that memory mapped.
+            The regions that are not proven quiet: keep that memory mapped. Of staging memory the
+            agent does so itself.
         """
-        self._digester.close()
+        self._beside.close()
+        self._portions.close()
         self._leases.revoke_all()  # whoever still reads shall not take it for a success
         # Others may still write there, for all we know.
         written = self._local.cache.regions if len(self._wants) else ()
         self._pairings.disconnect_all()
         busy = self._transport.close(timeout_s=timeout_s)
+        self._staging.close(busy)
         return (*busy, *(region for region in written if region not in busy))
 
     def peer_named(self, agent: str) -> Peer | None:

@@ -7,11 +7,12 @@ from kvbridge.session.local_rank import LocalRank
 from kvbridge.session.notes import Notes
 from kvbridge.session.operations import Operations
 from kvbridge.session.payload import Checks
+from kvbridge.session.portions import Portions
 from kvbridge.session.proofs import Proofs
 from kvbridge.session.session import Session
 from kvbridge.session.transfer import Transfer
 from kvbridge.session.wants import Wants
-from kvbridge.transport import State
+from kvbridge.transport import Handle, State
 
 
 class LiveTransfers:
@@ -25,9 +26,12 @@ class LiveTransfers:
         proofs: Proofs,
         checks: Checks,
         notes: Notes,
+        *,
+        portions: Portions,
     ) -> None:
         """Take what transfers wait for, and what tells producers that they have ended."""
         self._local, self._operations, self._wants = local, operations, wants
+        self._portions = portions
         self._proofs, self._checks, self._notes = proofs, checks, notes
         self._live: list[Transfer] = []
         self._untold: list[Transfer] = []  # ended, but others still write to them
@@ -47,6 +51,8 @@ class LiveTransfers:
 
     def are_with(self, session: Session) -> bool:
         """Whether one is with a remote engine, and has not ended or is not quiet."""
+        if self._portions.are_with(session):
+            return True
         return any(each.session is session for each in (*self._live, *self._untold))
 
     @property
@@ -55,7 +61,8 @@ class LiveTransfers:
         moves = self._operations.owners()
         transfers = [each for each in moves if isinstance(each, Transfer)]
         handles = sum(1 for each in transfers if each.state is not State.PENDING)
-        return handles + sum(len(each.pending) for each in list(self._untold))
+        untold = sum(len(each.pending) for each in list(self._untold))
+        return handles + untold + self._portions.quarantined
 
     def ended(self, now_s: float) -> Iterator[Transfer]:
         """End the transfers that are quiet or late, and tell the producer of each."""
@@ -85,7 +92,10 @@ class LiveTransfers:
         """Fail what is late. It ends by itself, and is quiet only then."""
         cause: Cause = "deadline"
         if transfer.kind == "pull":
-            what = f"{len(transfer.pending)} reads had not ended"
+            reads = sum(isinstance(each, Handle) for each in transfer.pending)
+            what = self._portions.give_up(transfer)
+            if reads or not what:
+                what = f"{reads} reads had not ended" + (what and f", {what}")
         else:
             what = self._wants.awaited(transfer)
         if transfer.seen is not None:  # all bytes are here, but they prove nothing

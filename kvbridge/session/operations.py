@@ -51,16 +51,26 @@ class Operations:
         busy = {handle.peer for handle in self._owners}
         return any(peer in busy for peer in peers)
 
-    def submit(self, op: Op, session: Session, moves: Moves, batch: TransferBatch) -> None:
-        """Submit what is exchanged with one rank, in as many parts as the transport needs."""
+    def submit(
+        self, op: Op, session: Session, moves: Moves, batch: TransferBatch
+    ) -> frozenset[Handle]:
+        """Submit what is exchanged with one rank, in as many parts as the transport needs.
+
+        Returns:
+            The operations; without those that the transport refuses, which fails the rest.
+        """
+        handles: list[Handle] = []
         rank = batch.remote_rank
         most = session.peers[rank].capabilities.descriptors_max
         for part in _parts(batch.nbytes.size, most):
             nbytes = batch.nbytes[part]
             here = Descriptors(batch.local_address[part], nbytes, *self._local.memory)
             there = Descriptors(batch.remote_address[part], nbytes, *session.memory[rank])
-            if not self.submit_part(op, session, moves, rank, here, there):
-                return
+            handle = self.submit_part(op, session, moves, rank, here, there)
+            if handle is None:
+                break
+            handles.append(handle)
+        return frozenset(handles)
 
     def submit_part(
         self,
@@ -70,17 +80,17 @@ class Operations:
         rank: Rank,
         here: Descriptors,
         there: Descriptors,
-    ) -> bool:
-        """Submit a part of something; False if the transport refuses, which fails it."""
+    ) -> Handle | None:
+        """Submit a part of something; None if the transport refuses, which fails it."""
         try:
             handle = self._transport.submit(op, session.peers[rank], here, there)
         except TransportError as error:
             session.lost |= isinstance(error, PeerLostError)
             moves.fail(str(error), "transport")
-            return False
+            return None
         moves.pending.add(handle)
         self._owners[handle] = moves
-        return True
+        return handle
 
     def settle(self, finished: Iterable[tuple[Handle, State, str]]) -> None:
         """Take note of what has become quiet."""

@@ -27,8 +27,9 @@ from kvbridge.handshake.digests import DigestRequest, Digests
 from kvbridge.handshake.messages import NOTE_MAX_BYTES
 from kvbridge.model import Rank, RankCache
 from kvbridge.plan import digests_of, first_difference
+from kvbridge.session.beside import Beside
 from kvbridge.session.causes import Cause, cause_of, cause_told
-from kvbridge.session.digesting import Digester, Values, unpacked
+from kvbridge.session.digesting import TAKING, Values, unpacked
 from kvbridge.session.questions import CheckMode, PayloadCheck, Question, question
 from kvbridge.session.session import Session
 from kvbridge.session.transfer import Transfer
@@ -105,17 +106,17 @@ class Checks:
     def __init__(
         self,
         send: Callable[[Peer, bytes], None],
-        digester: Digester,
+        beside: Beside,
         clock: Callable[[], float],
     ) -> None:
         """Check nothing yet.
 
         Args:
             send: Sends a notification; raises TransportError.
-            digester: Takes digests.
+            beside: Where digests are taken.
             clock: Seconds that never run backwards.
         """
-        self._send, self._digester, self._clock = send, digester, clock
+        self._send, self._beside, self._clock = send, beside, clock
         self._numbers = itertools.count(1)
         self._open: dict[Transfer, _Check] = {}
         self.ignored = 0
@@ -149,7 +150,7 @@ class Checks:
             most = min(peer.capabilities.notify_max_bytes, NOTE_MAX_BYTES)
             asks = replace(check.asks, number=number)
             plan = partial(question, cache, regions[source.rank], check, asks, most)
-            begun.asked.append(_Asked(source.rank, peer, number, self._digester.start(plan)))
+            begun.asked.append(_Asked(source.rank, peer, number, self._beside.start(plan, TAKING)))
         self._open[transfer] = begun
         transfer.pending.add(begun)
         return True
@@ -227,7 +228,7 @@ class Checks:
                 check.asked.remove(asked)
                 return
             work = partial(digests_of, check.cache, probes, check.check.tables)
-            asked.ours = self._digester.start(work)
+            asked.ours = self._beside.start(work, TAKING)
         if asked.theirs is None and now_s >= asked.again_s:
             asked.again_s = now_s + AGAIN_S
             try:

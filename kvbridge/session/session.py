@@ -45,6 +45,7 @@ class Session:
         mute_s: Clock before which they are not asked for samples: they did not answer.
         lost: Whether one of those ranks could not be reached.
         greeting: Whether those ranks can reach us; None until they have been asked.
+        is_staged: Whether what we take from there is cheaper to read in whole pages.
     """
 
     engine_id: str
@@ -60,6 +61,7 @@ class Session:
     mute_s: float = 0.0
     lost: bool = False
     greeting: Transfer | None = None
+    is_staged: bool = False
 
     @property
     def plan(self) -> EngineTransferPlan:
@@ -161,6 +163,8 @@ def open_session(
     session.gives = all(bodies[rank].gives for rank in told)
     session.digests = all(bodies[rank].digests for rank in told)
     session.peers = {**session.peers, **added}
+    if direction == "read":
+        session.is_staged = plan.strategy == "staged"  # all regions are looked at, once
     session.plans = {**session.plans, direction: plan}  # last: from here on it is used
     return session
 

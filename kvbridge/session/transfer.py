@@ -27,6 +27,8 @@ class SourceStats:
         nbytes: Bytes moved.
         copies: Pieces before neighbours were merged.
         merged: Pieces that were submitted.
+
+    Of a load that is staged, these are whole pages, with what of them is not needed.
     """
 
     rank: Rank
@@ -65,6 +67,10 @@ class Transfer:
         reads_instead: Whether it will be read where it cannot be written.
         check: What is to be compared once all bytes are here; None once that has begun.
         checked: What has come of that; None while it is open, or if nothing was to be compared.
+        read_s: Clock when the last bytes that are staged had come.
+        arranging_s: How long it then took until all of them were in their places; None where
+            nothing is staged.
+        is_arranging: Whether it waits for that alone; read from any thread.
     """
 
     session: "Session"
@@ -83,6 +89,9 @@ class Transfer:
     reads_instead: bool = False
     check: "PayloadCheck | None" = None
     checked: "Checked | None" = None
+    read_s: float = 0.0
+    arranging_s: float | None = None
+    is_arranging: bool = False
 
     @property
     def quiet(self) -> bool:
@@ -98,6 +107,17 @@ class Transfer:
     def seconds(self) -> float:
         """Time from submission to the end."""
         return self.ended_s - self.started_s
+
+    def reads(self, batch: TransferBatch) -> None:
+        """Note what a remote rank contributes, beside what it has so far."""
+        more = SourceStats.of(batch)
+        for source in self.sources:
+            if source.rank == more.rank:
+                source.nbytes += more.nbytes
+                source.copies += more.copies
+                source.merged += more.merged
+                return
+        self.sources.append(more)
 
     def fail(self, reason: str, cause: Cause) -> None:
         """Note a failure; the first one is kept, later ones follow from it."""

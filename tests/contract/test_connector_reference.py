@@ -26,6 +26,8 @@ def written(value: Any) -> str:
             return ", ".join(map(written, value))
         case str():
             return f"`{value}`"
+        case int():
+            return str(value)
     return f"{value:g}"
 
 

@@ -4,7 +4,6 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
 from dataclasses import replace
 from typing import Any
 
@@ -13,23 +12,22 @@ import pytest
 
 from kvbridge.connector import Connector
 from kvbridge.connector.bridge import BridgeConnector
-from kvbridge.connector.config import ConnectorConfig
-from kvbridge.connector.worker import BridgeWorker
 from kvbridge.errors import ConfigError, MemoryBusyError
 from kvbridge.handshake import DigestRequest, Digests, Given
 from kvbridge.handshake.messages import decode_note
-from kvbridge.model import Rank, TransferTopology
-from kvbridge.session import RankAgent, answers, local_rank, payload, questions
+from kvbridge.model import RankCache
+from kvbridge.session import RankAgent, Transfer, answers, local_rank, payload, questions
 from kvbridge.transport import Peer, Poll
 from kvbridge.transport.local import agent as local_agent
 from tests.integration import drivers
 from tests.integration.tiny_engine import HEADS, Make, TinyEngine, run
+from tests.integration.working import Held, working_in
 
 LOCAL: dict[str, Any] = {"transport": "local"}
 WAYS = ["pull", "push"]
 SHAPES = [({"tp": 2}, {"tp": 4}), ({"tp": 4}, {"pp": 2}), ({}, {})]
 THEIRS, OURS, TOKENS = [7, 2, 3], [5, 9, 4], 10
-THREAD = "kvbridge-digest"
+THREAD = "kvbridge-beside"
 
 
 def checking(mode: str, way: str = "pull", **others: Any) -> dict[str, Any]:
@@ -63,47 +61,27 @@ def when(worker: Connector, kind: type | None, act: Callable[[], None]) -> None:
     half._transport.poll = polled
 
 
+def before_it_is_compared(worker: Connector, act: Callable[[], None]) -> None:
+    """Do something once all bytes of a load are in their places."""
+    checks = worker.worker_half.agent._checks  # type: ignore[attr-defined]
+    begin = checks.begin
+
+    def begun(transfer: Transfer, cache: RankCache) -> Any:
+        if transfer.check is not None:
+            act()
+        return begin(transfer, cache)
+
+    checks.begin = begun
+
+
 def holds_nothing(*engines: TinyEngine) -> bool:
     """Whether nobody waits for anything, and no blocks are kept."""
     halves = [w.worker_half for each in engines for w in each.workers.values()]  # type: ignore[attr-defined]
     return not any(
         len(half._loads) or len(half._answers) or half._held or half._leaving or half.agent._live
-        or half.agent._checks._open or half.agent.quarantined or half.agent._digester.is_busy
+        or half.agent._checks._open or half.agent.quarantined or half.agent._beside.is_busy
         for half in halves
     )  # fmt: skip
-
-
-class Held(Executor):
-    """Works only when it is told to."""
-
-    def __init__(self) -> None:
-        self.waiting: list[tuple[Future[Any], Callable[[], Any]]] = []
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        self.waiting.append((future, lambda: fn(*args, **kwargs)))
-        return future
-
-    def go(self) -> None:
-        waiting, self.waiting = self.waiting, []
-        for future, work in waiting:
-            future.set_result(work())
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        for future, _ in self.waiting:
-            future.cancel()
-
-
-def working_in(threads: Executor, **config: Any) -> Callable[[Rank, TransferTopology], Any]:
-    """Return what makes worker halves that take digests somewhere else."""
-
-    def make(rank: Rank, topology: TransferTopology) -> BridgeConnector:
-        half = BridgeWorker.open(
-            ConnectorConfig(**config), "local", topology, model="m", digesting=threads
-        )
-        return BridgeConnector("local", worker_half=half)
-
-    return make
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -166,7 +144,7 @@ def test_one_byte_that_has_changed_is_found_and_named(
     def spoil() -> None:
         cell[5] = 0xA5
 
-    when(d.workers[stage], Given if way == "push" else None, spoil)
+    before_it_is_compared(d.workers[stage], spoil)
     d.load("r", OURS, TOKENS, p.prefill("r", THEIRS, TOKENS))
     d.load("other", [1, 2, 3], TOKENS, p.prefill("other", [10, 11, 12], TOKENS))
     run([p, d], lambda: len(d.loaded) == 2 and len(p.sent) == 2)
@@ -514,7 +492,7 @@ def test_a_load_that_is_late_is_not_compared_any_more(engine: Make) -> None:
 def test_two_ranks_that_gave_something_else_fail_a_load_once(engine: Make) -> None:
     """Both are found at the same moment."""
     held = Held()
-    config = checking("full")
+    config = checking("full", staging_nbytes=0)
     p, d = engine("p", LOCAL, tp=2), engine("d", config, workers=working_in(held, **config))
 
     def spoil() -> None:

@@ -85,7 +85,9 @@ PROGRAM = """
     network.__enter__()
     from tests.integration.tiny_engine import TinyEngine, run
     p = TinyEngine("p", {{"transport": {name!r}}}, tp=2)
-    d = TinyEngine("d", {{"transport": {name!r}, "direction": {direction!r}}})
+    d = TinyEngine(
+        "d", {{"transport": {name!r}, "direction": {direction!r}, "staging_nbytes": 0}}
+    )
     for n in range(5):
         d.load(f"r{{n}}", [5, 9, 4], 10, p.prefill(f"r{{n}}", [7, 2, 3], 10))
         run([p, d], lambda: f"r{{n}}" in d.loaded and f"r{{n}}" in p.sent)
@@ -113,7 +115,10 @@ PROGRAM = """
 def test_a_request_is_written_over_every_transport(
     name: str, direction: str, lanes: str, writes: int
 ) -> None:
-    """Where UCX has TCP alone, a native read is slow and endangers the owner: auto pushes."""
+    """Where UCX has TCP alone, a native read is slow and endangers the owner: auto pushes.
+
+    Unless what is read would be staged.
+    """
     program = textwrap.dedent(PROGRAM.format(name=name, direction=direction))
     done = drivers.run(program, UCX_TLS=lanes)
     assert done.returncode == 0, done.stderr

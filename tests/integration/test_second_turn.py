@@ -21,6 +21,9 @@ NEXT = HELD + ASKED  # the prompt of the second one
 P_FIRST, P_NEXT = [3, 1, 5], [6, 14, 8, 13, 10, 9, 12]
 D_FIRST, D_NEXT = [2, 7, 4, 9, 6], [11, 3, 13, 1, 12, 10, 15]
 
+DIRECT = {**LOCAL, "staging_nbytes": 0}
+"""Every byte is counted, and whole pages would bring more than is needed."""
+
 SHAPES = [
     ({"tp": 1}, {"tp": 1}),
     ({"tp": 2}, {"pp": 2, "page": 8}),
@@ -90,7 +93,7 @@ def test_prefill_reads_back_what_decode_has_kept(
     engine: Make, prefill: dict[str, int], decode: dict[str, int], ids: tuple[str, str]
 ) -> None:
     """And decode, on the way back, what it has not itself: every turn moves what is new."""
-    p, d = engine("p", LOCAL, **prefill), engine("d", LOCAL, **decode)
+    p, d = engine("p", DIRECT, **prefill), engine("d", DIRECT, **decode)
     params = wanted_again(turn_one(p, d, ids[0]))
     untouched = rest(p, P_NEXT)
     assert p.load(ids[1], P_NEXT, NEXT, params) == HELD
@@ -120,7 +123,7 @@ def test_prefill_reads_back_what_decode_has_kept(
 def test_prefill_reads_only_what_it_has_not_cached(
     engine: Make, prefill: dict[str, int], decode: dict[str, int]
 ) -> None:
-    p, d = engine("p", LOCAL, **prefill), engine("d", LOCAL, **decode)
+    p, d = engine("p", DIRECT, **prefill), engine("d", DIRECT, **decode)
     kept = turn_one(p, d)
     here = PROMPT // p.page * p.page
     write(p, P_NEXT, 0, here, 3e6)  # not what decode holds, to tell whether it is touched

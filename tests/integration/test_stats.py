@@ -293,8 +293,8 @@ HAPPENS: list[tuple[Callable[[Make], tuple[TinyEngine, TinyEngine]], Moves, Move
         {
             ("handshakes", "local", "ok"): 2,
             ("transfers", "local", "ok"): 2,
-            ("transfer_copies", "local", "planned"): 32,
-            ("transfer_copies", "local", "submitted"): 32,
+            ("transfer_copies", "local", "planned"): 8,
+            ("transfer_copies", "local", "submitted"): 8,
         },
     ),
     (

@@ -33,6 +33,8 @@ from kvbridge.model import (
 )
 
 HEADS, LAYERS, PAGE, PAGES, CONTENT = 4, 2, 4, 16, 8
+AXES = "BKNHC"
+"""The order in which tests see the axes of a layer, however they lie in memory."""
 Configure = Callable[[], Any]
 
 
@@ -61,11 +63,12 @@ class TinyEngine:
         tp: int = 1,
         pp: int = 1,
         page: int = PAGE,
+        axes: str = AXES,
         worker_config: Any = None,
         scheduler: Connector | None = None,
         workers: Callable[[Rank, TransferTopology], Connector] | None = None,
     ) -> None:
-        self.engine_id, self.page = engine_id, page
+        self.engine_id, self.page, self.axes = engine_id, page, axes
         self.ranks: list[Rank] = [(p, t) for p in range(pp) for t in range(tp)]
         incarnation = uuid.uuid4().hex
         self.scheduler = scheduler or scheduler_connector(config, engine_id=engine_id, pp_size=pp)
@@ -83,10 +86,7 @@ class TinyEngine:
             for rank in self.ranks
         }
         heads, layers = HEADS // tp, LAYERS // pp
-        self.memory = {
-            rank: np.full((layers, PAGES, 2, page, heads, CONTENT), -1, np.float32)
-            for rank in self.ranks
-        }
+        self.memory = {rank: self.new_memory(layers, heads) for rank in self.ranks}
         self.reports = ReportGatherer(self.ranks)
         self.loaded: dict[str, Any] = {}
         self.sent: list[str] = []
@@ -101,6 +101,12 @@ class TinyEngine:
         if any(found):
             hand_over(self.scheduler, gather_handshake_metadata(found))
 
+    def new_memory(self, layers: int, heads: int, value: float = -1) -> NDArray[np.float32]:
+        """Return a cache whose layers lie in memory in the engine's own order of axes."""
+        size = dict(zip(AXES, (PAGES, 2, self.page, heads, CONTENT), strict=True))
+        array = np.full((layers, *(size[axis] for axis in self.axes)), value, np.float32)
+        return array.transpose(0, *(1 + self.axes.index(axis) for axis in AXES))
+
     def cache(self, rank: Rank, layers: int, heads: int) -> RankCache:
         pp_rank, tp_rank = rank
         return RankCache(
@@ -110,7 +116,7 @@ class TinyEngine:
             tuple(
                 attention_layer(
                     self.memory[rank][i],
-                    axes="BKNHC",
+                    axes=AXES,
                     layer=pp_rank * layers + i,
                     name=f"layers.{pp_rank * layers + i}",
                     unit_start=tp_rank * heads,
@@ -189,8 +195,8 @@ class TinyEngine:
     def renew(self) -> None:
         """Wake up with other memory, as an engine that has slept does."""
         for rank, worker in self.workers.items():
-            self.memory[rank] = np.zeros_like(self.memory[rank])
             layers, heads = self.memory[rank].shape[0], self.memory[rank].shape[4]
+            self.memory[rank] = self.new_memory(layers, heads, 0)
             worker.register_kv_caches(self.cache(rank, layers, heads))
         self.publish()
 

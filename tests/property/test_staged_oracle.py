@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from kvbridge.errors import UnsupportedLayoutError
+from kvbridge.errors import PlanError, UnsupportedLayoutError
 from kvbridge.model import Rank
 from kvbridge.plan import BlockTable, EngineTransferPlan, PlanOptions, StagedTransfer
 from tests.property.engines import Case, Engine, Layout, Model, Paging, Tables, cases
@@ -35,28 +36,34 @@ def lower_staged(world: World, plan: EngineTransferPlan, address: int) -> Staged
 def move_staged(world: World, rank: Rank) -> StagedTransfer:
     """Do what a staged plan says, byte by byte, and check the rank's memory."""
     staged = lower_staged(world, staged_plan(world, rank), int(STAGING))
+    move(world, rank, [staged])
+    return staged
+
+
+def move(world: World, rank: Rank, transfers: list[StagedTransfer]) -> None:
+    """Move them one after the other, through staging that holds nothing of the one before."""
     memory = world.ours.ranks[rank]
     counts = np.zeros(memory.data.size, np.int64)
-    staging = np.full(staged.staging_nbytes, POISON, np.uint8)
-    times = np.zeros(staged.staging_nbytes, np.int64)
-    for batch in staged.batches:
-        source = world.theirs.ranks[batch.remote_rank]
-        values = source.data[indices(source, batch.remote_address, batch.nbytes)]
-        direct = batch.local_address - STAGING >= np.uint64(staged.staging_nbytes)
-        in_staging = np.repeat(~direct, batch.nbytes.astype(np.int64))
-        here = indices(memory, batch.local_address[direct], batch.nbytes[direct])
-        np.add.at(counts, here, 1)
-        memory.data[here] = values[~in_staging]
-        there = bytes_of(batch.local_address[~direct] - STAGING, batch.nbytes[~direct])
-        np.add.at(times, there, 1)
-        staging[there] = values[in_staging]
-    assert (times == 1).all(), "every byte of staging is used, once"
-    scatter = staged.scatter
-    target = indices(memory, scatter.target_address, scatter.nbytes)
-    np.add.at(counts, target, 1)
-    memory.data[target] = staging[bytes_of(scatter.source_address - STAGING, scatter.nbytes)]
+    for staged in transfers:
+        staging = np.full(staged.staging_nbytes, POISON, np.uint8)
+        times = np.zeros(staged.staging_nbytes, np.int64)
+        for batch in staged.batches:
+            source = world.theirs.ranks[batch.remote_rank]
+            values = source.data[indices(source, batch.remote_address, batch.nbytes)]
+            direct = batch.local_address - STAGING >= np.uint64(staged.staging_nbytes)
+            in_staging = np.repeat(~direct, batch.nbytes.astype(np.int64))
+            here = indices(memory, batch.local_address[direct], batch.nbytes[direct])
+            np.add.at(counts, here, 1)
+            memory.data[here] = values[~in_staging]
+            there = bytes_of(batch.local_address[~direct] - STAGING, batch.nbytes[~direct])
+            np.add.at(times, there, 1)
+            staging[there] = values[in_staging]
+        assert (times == 1).all(), "every byte of staging is used, once"
+        scatter = staged.scatter
+        target = indices(memory, scatter.target_address, scatter.nbytes)
+        np.add.at(counts, target, 1)
+        memory.data[target] = staging[bytes_of(scatter.source_address - STAGING, scatter.nbytes)]
     world._check(rank, memory, counts)
-    return staged
 
 
 def bytes_of(offset: NDArray[np.uint64], nbytes: NDArray[np.uint64]) -> NDArray[np.int64]:
@@ -76,6 +83,61 @@ def test_the_staged_form_moves_the_same_bytes(case: Case) -> None:
         assert sum(b.piece_count for b in staged.batches) <= direct
         unplaced = lower_staged(world, staged_plan(world, rank), 0)
         assert unplaced.staging_nbytes == staged.staging_nbytes
+
+
+def portions_of(world: World, rank: Rank, **sizes: int) -> list[StagedTransfer]:
+    """Return a request in portions, each as if it were a request of its own."""
+    portions = staged_plan(world, rank).staged_portions(
+        world.ours.block_tables(world.our_tables),
+        world.theirs.block_tables(world.their_tables),
+        start_token=world.case.start,
+        end_token=world.case.end,
+        **sizes,
+    )
+    at = int(STAGING)
+    return [StagedTransfer(p.batches(at), p.scatter(at), p.staging_nbytes) for p in portions]
+
+
+@settings(max_examples=100)
+@given(case=cases(), most=st.integers(1, 4096), share=st.integers(1, 8))
+def test_portions_add_up_to_the_request_and_each_fits(case: Case, most: int, share: int) -> None:
+    """Windows, states, pages that move whole: all of it once, in whatever portions."""
+    assume_even = case.assume_even and case.direction == "read"
+    world = World(replace(case, direction="read", assume_even=assume_even))
+    aim = max(1, most // share)
+    for rank in world.ours.ranks:
+        portions = portions_of(world, rank, most_nbytes=most, aim_nbytes=aim)
+        move(world, rank, portions)
+        assert all(each.staging_nbytes <= most for each in portions)
+        assert all(each.staging_nbytes for each in portions[1:])
+        for each in portions:
+            pages = sum(b.nbytes.size for b in each.batches)
+            assert each.staging_nbytes <= aim or pages == 1, "more than a page is within the aim"
+
+
+def test_a_request_is_cut_where_a_page_ends() -> None:
+    """Three layers of three pages of 1,024 bytes, of which two are to fit."""
+    world = heads_first_and_tokens_first()
+    (page,) = {int(n) for b in move_staged(world, (0, 0)).batches for n in b.nbytes.tolist()}
+    portions = portions_of(world, (0, 0), most_nbytes=4 * page, aim_nbytes=2 * page)
+    assert [each.staging_nbytes // page for each in portions] == [2, 2, 2, 2, 1]
+    move(world, (0, 0), portions)
+
+
+def test_pages_that_never_fit_are_copied_directly() -> None:
+    world = heads_first_and_tokens_first()
+    (page,) = {int(n) for b in move_staged(world, (0, 0)).batches for n in b.nbytes.tolist()}
+    (only,) = portions_of(world, (0, 0), most_nbytes=page - 1)
+    assert only.staging_nbytes == 0
+    direct = world.lower(world.plan((0, 0)))
+    assert [b.nbytes.size for b in only.batches] == [b.nbytes.size for b in direct]
+    move(world, (0, 0), [only])
+
+
+@pytest.mark.parametrize(("most", "aim"), [(0, 0), (4, 8), (-1, -1), (8, 0)])
+def test_sizes_of_portions_that_cannot_be_are_refused(most: int, aim: int) -> None:
+    with pytest.raises(PlanError, match="0 < aim_nbytes <= most_nbytes"):
+        portions_of(heads_first_and_tokens_first(), (0, 0), most_nbytes=most, aim_nbytes=aim)
 
 
 def heads_first_and_tokens_first(**changes: Any) -> World:

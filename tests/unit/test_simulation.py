@@ -21,23 +21,23 @@ from kvbridge.testing.simulation.plant import Plant
 from kvbridge.testing.simulation.scenario import Scenario
 from kvbridge.testing.simulation.transport import SimulatedAgent, SimulatedPeer
 from kvbridge.testing.simulation.world import Violation
-from tests.mutants import lifecycle, pushes
+from tests.mutants import lifecycle, pushes, staged
 from tests.mutants.bugs import BUGS
 
 REQUESTS = 60
-PLANTED = (lifecycle, pushes)
+PLANTED = (lifecycle, pushes, staged)
 """These fill the list of bugs."""
 
 FOUND = {
     "frees_after_the_first_reader": (0, 60),
     "counts_reports_and_not_readers": (3, 100),
-    "adds_up_readers_of_several_engines": (47, 100),
+    "adds_up_readers_of_several_engines": (65, 60),
     "names_requests_alike_each_time": (197, 100),
     "forgets_to_revoke_when_all_have_read": (0, 60),
     "revokes_only_after_the_blocks_are_free": (0, 60),
     "keeps_blocks_for_ever": (0, 60),
     "keeps_the_slots_of_expired_leases": (0, 60),
-    "looks_at_the_lease_before_the_bytes": (1438, 100),
+    "looks_at_the_lease_before_the_bytes": (23, 100),
     "looks_at_no_lease": (4, 60),
     "has_computed_what_shall_fail": (0, 60),
     "takes_a_lease_that_has_not_begun_for_one_that_is_over": (60, 100),
@@ -58,7 +58,7 @@ FOUND = {
     "tells_nobody_that_a_waiting_load_was_aborted": (64, 100),
     "writes_on_after_blocks_were_taken_away": (53, 100),
     "begins_again_while_the_old_is_on_its_way": (93, 100),
-    "writes_what_is_not_computed_yet": (205, 100),
+    "writes_what_is_not_computed_yet": (305, 100),
     "forgets_connectors_that_stood_by": (35, 100),
     "frees_what_was_wanted_at_the_deadline": (0, 60),
     "takes_any_answer_for_its_own": (0, 60),
@@ -70,7 +70,7 @@ FOUND = {
     "does_not_answer_what_was_withdrawn": (0, 60),
     "does_not_answer_whom_it_could_not_meet": (86, 100),
     "answers_before_its_writes_have_ended": (0, 60),
-    "frees_what_it_is_writing": (6, 60),
+    "frees_what_it_is_writing": (10, 60),
     "does_not_ask_to_keep_what_waits": (75, 100),
     "takes_a_refused_renewal_for_a_granted_one": (3, 60),
     "ranks_end_leases_by_their_own_clocks": (0, 60),
@@ -78,10 +78,13 @@ FOUND = {
     "offers_while_it_drains": (7, 60),
     "renews_beyond_its_own_end": (3, 100),
     "is_drained_while_blocks_are_kept": (3, 60),
+    "gives_staging_back_before_its_read_is_quiet": (277, 100),
+    "calls_a_load_quiet_that_is_being_arranged": (7, 60),
+    "arranges_what_is_not_all_here": (7, 100),
 }
 """A seed of so many requests that finds each bug. Another order of events needs other seeds."""
 
-QUICK = {0, 2, 3, 4, 6, 7, 11}
+QUICK = {0, 2, 3, 4, 5, 6, 10, 11}
 
 HASHES = """
 from kvbridge.testing.simulation import simulate
@@ -125,14 +128,14 @@ def test_a_planted_bug_is_found(
 
 def test_a_violation_says_how_to_see_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
     BUGS["looks_at_no_lease"].plant(monkeypatch)
-    result = simulate(4, REQUESTS)
+    result = simulate(10, REQUESTS)
     assert result.violation is not None
     said = str(result)
     assert result.violation.rule in said
     assert f"r{result.violation.job}" in said
-    assert f"python -m kvbridge.testing.simulation --replay 4 --requests {REQUESTS}" in said
+    assert f"python -m kvbridge.testing.simulation --replay 10 --requests {REQUESTS}" in said
     assert len(said.splitlines()) < 80, "a person reads it"
-    assert simulate(4, REQUESTS).digest == result.digest, "it happens again"
+    assert simulate(10, REQUESTS).digest == result.digest, "it happens again"
 
 
 def test_a_session_opened_while_its_rank_takes_other_memory_is_dropped(

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from kvbridge.testing.simulation.ranks import Ranks
 
 
+ARRANGING_S = 0.05
+"""Cells are put in their places after at most so long: others work on that thread, too."""
+
+
 class Build:
     """Makes connectors. Tests that plant a bug derive from it, and make a wrong one.
 
@@ -54,6 +58,7 @@ class Build:
                 direction=way,
                 leases_max=scenario.slots,
                 on_failure=scenario.on_failure,
+                staging_nbytes=scenario.staging_nbytes,
             )
             for name in scenario.children
             for way in sorted(set(scenario.ways))
@@ -114,6 +119,7 @@ class Build:
                 clock=self.world.clock,
                 threads=SimulatedThreads(self.world),
                 uniform=self.world.rng.uniform,
+                digesting=SimulatedThreads(self.world, ARRANGING_S),
             )
             halves[name] = BridgeConnector(name, worker_half=half)
             agents[name] = transport.agent

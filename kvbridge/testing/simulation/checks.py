@@ -9,6 +9,7 @@ from kvbridge.connector import Loaded
 from kvbridge.model import Rank
 from kvbridge.session.leases import WORD_NBYTES
 from kvbridge.testing.simulation.jobs import Leg, Offer
+from kvbridge.testing.simulation.leftovers import arranged
 from kvbridge.testing.simulation.memory import POISON, bits
 from kvbridge.testing.simulation.operations import Operation
 from kvbridge.testing.simulation.rules import (
@@ -55,6 +56,7 @@ def check_bytes(leg: Leg, start: int, end: int, what: str) -> None:
 def check_quiet(leg: Leg, when: str) -> None:
     """Check that nothing can touch a request's blocks any more."""
     engine, mine = leg.engine, bits(leg.blocks)
+    _check_arranged(leg, when)
     for seat in engine.seats.values():
         for agent in seat.agents.values():
             for op in agent.landing.values():
@@ -71,6 +73,15 @@ def check_quiet(leg: Leg, when: str) -> None:
                 if ask.lands & mine and ask.target is seat.arena and not ask.giver.dead:
                     text = f"{when}, while {agent.where} waits for {ask.giver.where} to write"
                     _touched(leg, f"{text} (want {ask.number})", ask.giver.where)
+
+
+def _check_arranged(leg: Leg, when: str) -> None:
+    """Check that no cells of a staged load are about to be put into a request's blocks."""
+    mine = bits(leg.blocks)
+    for seat in leg.engine.seats.values():
+        for targets in arranged(seat.connector):
+            if seat.arena.blocks_of(targets) & mine:
+                _touched(leg, f"{when}, while cells are put in their places", leg.engine.name)
 
 
 def _touched(leg: Leg, text: str, where: str) -> None:

@@ -184,9 +184,9 @@ class SimulatedDialer:
 class SimulatedThreads(Executor):
     """Runs what may block: later, and while everything else goes on."""
 
-    def __init__(self, world: World) -> None:
-        """Take the world that goes on."""
-        self._world, self._open = world, True
+    def __init__(self, world: World, longest_s: float = 0.005) -> None:
+        """Take the world that goes on, and how long it may take until something is run."""
+        self._world, self._longest_s, self._open = world, longest_s, True
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> "Future[T]":
         """Run something a little later; its result is seen later still."""
@@ -195,12 +195,13 @@ class SimulatedThreads(Executor):
         def begin() -> None:
             if not self._open:
                 future.cancel()
+            if not future.set_running_or_notify_cancel():
                 return
             done: Future[T] = Future()
             _settle(done, fn, *args, **kwargs)
             self._world.after(self._world.rng.uniform(0.0, 0.005), lambda: _copy(done, future))
 
-        self._world.after(self._world.rng.uniform(0.0, 0.005), begin)
+        self._world.after(self._world.rng.uniform(0.0, self._longest_s), begin)
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:

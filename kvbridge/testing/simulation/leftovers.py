@@ -3,6 +3,7 @@
 This looks into the objects under test where nothing public says what they hold.
 """
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -64,11 +65,24 @@ def _worked(half: BridgeConnector) -> dict[str, int]:
         "transfers": len(agent._live) + len(agent._operations),
         "handles in quarantine": agent.quarantined,
         "wants": len(agent._wants) + len(agent._live._untold),
+        "staged portions": len(agent._portions),
+        "bytes of staging": agent.staged_nbytes,
         "gifts": len(worker._gifts) if worker._gifts is not None else 0,
         "holds": len(agent.releases.held) + len(worker._held) + len(worker._leaving),
         "leases": len(agent._kept) + _promises(agent._leases),
         "loads": len(worker._loads) if worker._loads is not None else 0,
     }
+
+
+def arranged(connector: object) -> Iterator[list[tuple[int, int]]]:
+    """Yield where cells of staged loads are being put, or will be, piece by piece."""
+    for half in bridges(connector):
+        for begun in half.worker_half.agent._portions._begun:
+            if begun.arranging is not None and not begun.arranging.done():
+                scatter = begun.portion.scatter(begun.address or 0)
+                yield list(
+                    zip(scatter.target_address.tolist(), scatter.nbytes.tolist(), strict=True)
+                )
 
 
 def _isolations(connector: object) -> list[Isolation]:

@@ -176,6 +176,7 @@ class Scenario:
             blocks may not fit.
         ahead: How many requests are decoded by an engine that waits for them while they are
             computed.
+        staging_nbytes: Memory of a rank for loads that are staged, a few pages; 0 for none.
     """
 
     seed: int
@@ -200,6 +201,7 @@ class Scenario:
     ways: tuple[Way, ...]
     notify_max_bytes: int
     ahead: float
+    staging_nbytes: int
 
     @property
     def pushes(self) -> bool:
@@ -255,6 +257,7 @@ class Scenario:
             notify_max_bytes=210 if small else 1 << 16,
             # What is not computed yet must be written, and by one connector.
             ahead=0.4 if can_wait and seed % 4 == 1 else 0.0,
+            staging_nbytes=Random(f"staging {seed}").choice((0, 0, 2048, 8192)),
         )
         if not drawn.faults.calm:
             return drawn
