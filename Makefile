@@ -70,7 +70,7 @@ wheel-check: $(ALL)
 	.ci/wheel-check $(BIN)/python
 
 bench: $(ALL)
-	@set -e; for script in $(filter-out benchmarks/gpu_check.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script; done
+	@set -e; for script in $(filter-out benchmarks/gpu_check.py benchmarks/vllm_connectors.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python $$script; done
 
 # Changes real messages, guided by coverage, and feeds them to all that reads others' messages.
 fuzz: $(FUZZ)

@@ -8,6 +8,7 @@ Usage: engine_process.py PORT KEY OPTIONS, options being JSON for ``vllm.LLM``.
 
 import hashlib
 import json
+import os
 import sys
 import time
 import traceback
@@ -64,6 +65,10 @@ class Engine:
         """Take a request and give it up, before any step."""
         self.add(name, prompt, 8, params)
         self.abort(name)
+
+    def use_all_cores(self) -> None:
+        """Undo what vLLM's connector for NIXL does on a CPU: it leaves the engine one core."""
+        os.sched_setaffinity(0, range(os.cpu_count() or 1))
 
     def step(self) -> None:
         """Go on with whatever there is to do, if anything: also where no request waits for it."""
