@@ -178,7 +178,19 @@ class KVBridgeConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: Mapping[Rank, KVConnectorHandshakeMetadata]
     ) -> None:
-        """Serve what the ranks have published, of every pipeline stage."""
+        """Serve what the ranks have published, of every pipeline stage.
+
+        Raises:
+            ConfigError: It is not ours.
+        """
+        strange = {type(each).__name__ for each in metadata.values()} - {RankMetadata.__name__}
+        if strange:
+            raise ConfigError(
+                f"the workers have published {', '.join(sorted(strange))} instead of KVBridge's: "
+                "vLLM's MultiConnector gives all of its children what the first one publishes; "
+                "list KVBridge first, and no other connector that has a handshake of its own; for "
+                "several transports, use KVBridgeMultiConnector"
+            )
         ours = {rank: each for rank, each in metadata.items() if isinstance(each, RankMetadata)}
         self._decides.publish({rank: each.content for rank, each in ours.items()})
 
