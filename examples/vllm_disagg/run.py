@@ -81,6 +81,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--model", help="default: a tiny one, made here, on the CPU")
     parser.add_argument("--transport", default="nixl", help="one, or several by commas")
+    parser.add_argument("--options", type=json.loads, default={}, help="the transport's, as JSON")
     parser.add_argument("--direction", default="auto", choices=["auto", "pull", "push"])
     parser.add_argument("--requests", type=int, default=4)
     parser.add_argument("--prompt-tokens", type=int, default=512)
@@ -97,7 +98,7 @@ def transfer_config(name: str, options: argparse.Namespace) -> dict[str, Any]:
     names = options.transport.split(",")
     extra: dict[str, Any] = {"direction": options.direction}
     if len(names) == 1:
-        extra["transport"] = names[0]
+        extra |= {"transport": names[0], "options": options.options}
     else:
         extra["connectors"] = [{"transport": each} for each in names]
     return {

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kvbridge.namespaces import private_network
 from tests.vllm.engines import Engine, transfer_config
 from tests.vllm.models import make_model
 
@@ -21,9 +22,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return lambda name: make_model(name, directory)
 
 
+@pytest.fixture(autouse=True)
+def own_network() -> Iterator[None]:
+    """Run where nobody else is: some transports listen on every interface."""
+    with private_network():
+        yield
+
+
 @pytest.fixture
 def start(
-    model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+    own_network: None, model: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Start]:
     """Start an engine, which ends with the test."""
     logs = tmp_path_factory.mktemp("logs")
@@ -40,7 +48,7 @@ def start(
 
 
 @pytest.fixture
-def free_port() -> int:
+def free_port(own_network: None) -> int:
     """Return a port that nothing listens on."""
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
