@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvbridge.connector.config import ConnectorConfig
 from kvbridge.connector.loads import Loads
@@ -48,6 +48,20 @@ from kvbridge.session import (
 from kvbridge.transport import Transport, open_transport
 
 _log = logging.getLogger(__name__)
+
+
+class _Held(NamedTuple):
+    """A request whose blocks are kept.
+
+    Attributes:
+        request_id: The engine's name for it.
+        attempt: In which its blocks were filled.
+        last_s: Clock when it is kept no longer, whatever is said.
+    """
+
+    request_id: str
+    attempt: int
+    last_s: float
 
 
 class BridgeWorker:
@@ -107,8 +121,8 @@ class BridgeWorker:
         self._summary = Summary(who, self.stats, config.log_interval_s, clock)
         self._gifts: Gifts | None = None
         self._answers: Answers | None = None
-        self._held: dict[str, tuple[str, float]] = {}  # transfer: its request, and its last moment
-        self._leaving: dict[str, str] = {}  # transfers that are over but still being read
+        self._held: dict[str, _Held] = {}  # by transfer
+        self._leaving: dict[str, _Held] = {}  # those that are over but still being read
         self._record_event: Callable[[], Event] | None = None
         self._sent: set[str] = set()
         self._expired: set[str] = set()
@@ -270,7 +284,8 @@ class BridgeWorker:
                 if not self.agent.has_cache:  # it was offered before the cache was taken back
                     self._count_expired(hold.request_id)
             else:
-                self._held[hold.transfer_id] = (hold.request_id, last_s)
+                attempt = self.agent.attempt_of(hold.transfer_id)
+                self._held[hold.transfer_id] = _Held(hold.request_id, attempt, last_s)
         self._expire([each for each in step.over if each in self._held])
         for transfer_id in step.never:
             self.agent.expire(transfer_id)
@@ -326,7 +341,7 @@ class BridgeWorker:
         answers.poll()
         self._loads.end()
         now_s = self._clock()  # the scheduler half ends a lease; this, what it says nothing of
-        self._expire([each for each, (_, last_s) in self._held.items() if now_s >= last_s])
+        self._expire([each for each, held in self._held.items() if now_s >= held.last_s])
         self._leave_quiet(self._gifts, answers)
         sent, self._sent = frozenset(self._sent), set()
         expired, self._expired = frozenset(self._expired & sent), self._expired - sent
@@ -382,7 +397,7 @@ class BridgeWorker:
 
     def _let_go(self, transfer_id: str) -> str:
         """Keep blocks no longer, though not every reader has reported; return their request."""
-        request_id, _ = self._held[transfer_id]
+        request_id = self._held[transfer_id].request_id
         self.agent.expire(transfer_id)
         self._count_expired(request_id)
         if self._gifts is not None:
@@ -396,12 +411,13 @@ class BridgeWorker:
     def _leave(self, transfer_id: str, gifts: Gifts) -> None:
         """Take note that blocks are not kept any more; they are free once nothing reads them."""
         gifts.stop(transfer_id)
-        self._leaving[transfer_id] = self._held.pop(transfer_id)[0]
+        self._leaving[transfer_id] = self._held.pop(transfer_id)
 
     def _leave_quiet(self, gifts: Gifts, answers: Answers) -> None:
-        for transfer_id in list(self._leaving):
-            if not (gifts.is_writing(transfer_id) or answers.is_reading(transfer_id)):
-                self._sent.add(self._leaving.pop(transfer_id))
+        for transfer_id, held in list(self._leaving.items()):
+            is_writing = gifts.is_writing(transfer_id, held.attempt)
+            if not (is_writing or answers.is_reading(transfer_id)):
+                self._sent.add(self._leaving.pop(transfer_id).request_id)
 
     def _expire(self, transfer_ids: Iterable[str]) -> None:
         for transfer_id in transfer_ids:

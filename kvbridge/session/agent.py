@@ -552,6 +552,10 @@ class RankAgent:
         """Whether a request's blocks are kept for its readers."""
         return request_id in self._kept
 
+    def attempt_of(self, request_id: str) -> int:
+        """Return in which attempt a held request's blocks were filled: no other has its number."""
+        return self._kept.attempt(request_id)
+
     def expire(self, request_id: str) -> None:
         """Keep a request's blocks no longer, whoever has not reported."""
         self._kept.expire(request_id)

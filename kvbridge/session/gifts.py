@@ -166,9 +166,16 @@ class Gifts:
         outcomes, self._outcomes = tuple(self._outcomes), []
         return outcomes
 
-    def is_writing(self, request_id: str) -> bool:
-        """Whether a request's blocks are being read for somebody."""
-        return any(gift.pending for gift in self._gifts.get(request_id, {}).values())
+    def is_writing(self, request_id: str, attempt: int) -> bool:
+        """Whether a request's blocks are being read for somebody.
+
+        Args:
+            request_id: The request.
+            attempt: In which the blocks were filled; what was written from other ones, which it has
+                lost since, holds none of these.
+        """
+        gifts = self._gifts.get(request_id, {}).values()
+        return any(gift.pending and gift.attempt == attempt for gift in gifts)
 
     def stop(self, request_id: str) -> None:
         """Begin to write nothing more of a request, whose blocks are not kept any longer."""

@@ -92,6 +92,10 @@ class Kept:
         """
         return self._promise(request_id, epoch).tables
 
+    def attempt(self, request_id: str) -> int:
+        """Return in which attempt a held request's blocks were filled."""
+        return self._promises[request_id].attempt
+
     def ready_for(self, want: Want) -> Ready | None:
         """Return what can be written now for a want; None if nothing is held or computed.
 

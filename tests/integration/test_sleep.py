@@ -60,8 +60,9 @@ def test_memory_that_is_written_for_a_reader_is_not_given_back_before_that_has_e
 ) -> None:
     p, d = engine("p", SLOW), engine("d", {"name": "local", **LOCAL, "direction": "push"})
     d.load("r", [2], 4, p.prefill("r", [3], 4))
-    writing = worker_of(p.workers[0, 0])
-    run([p, d], lambda: writing._gifts is not None and writing._gifts.is_writing("r#1"))
+    gifts = worker_of(p.workers[0, 0])._gifts
+    assert gifts is not None
+    run([p, d], lambda: any(each.pending for each in gifts._gifts.get("r#1", {}).values()))
     with pytest.raises(MemoryBusyError, match="1 requests are being read there for others"):
         p.sleep()
     run([p, d], lambda: "r" in d.loaded and "r" in p.sent)
