@@ -727,3 +727,20 @@ def test_an_engine_that_starts_is_not_held_to_what_its_last_start_did(
     assert d.loaded["new"].error == ""
     assert_moved(p, d, [3], [4], 4)
     door.close()
+
+
+@pytest.mark.parametrize("several_of_them", [False, True])
+def test_a_rank_is_busy_while_more_steps_are_needed(engine: Make, several_of_them: bool) -> None:
+    """An engine that stopped to step then would tell the other one nothing."""
+    config = {"connectors": [LOCAL, {**LOCAL, "name": "b"}]} if several_of_them else LOCAL
+    p, d = engine("p", config), engine("d", config)
+    giver, taker = p.workers[0, 0], d.workers[0, 0]
+    assert not giver.busy
+    assert not taker.busy
+    params = p.prefill("r", [3], 4)
+    p.step()
+    assert giver.busy, "it keeps blocks"
+    d.scheduler.request_finished(Request("r", 4, params=params, aborted=True), ())
+    d.step()
+    assert taker.busy, "it has to say that it needs nothing"
+    run([p, d], lambda: p.sent == ["r"] and not (giver.busy or taker.busy))
