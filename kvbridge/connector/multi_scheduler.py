@@ -142,6 +142,7 @@ class MultiScheduler:
     def ended(self, report: WorkerReport) -> None:
         """Take note of what has ended on all ranks."""
         self._loading -= report.loaded.keys()
+        self._aborted = [each for each in self._aborted if each not in report.loaded]
         self.tell_all(lambda child: child.update_connector_output(report))
 
     def not_needed(self, request: Request) -> None:

@@ -285,6 +285,8 @@ class BridgeScheduler:
     def ended(self, report: WorkerReport) -> None:
         """Take note of what has ended on all ranks."""
         self._loading -= report.loaded.keys()
+        # Who ended by itself is not to be aborted: its id may come again in the same step.
+        self._aborted = [each for each in self._aborted if each not in report.loaded]
         for request_id in report.loaded:
             self._renew_no_more(request_id)
         self._holds.sent(report.sent)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvbridge.connector import Request
+from kvbridge.connector import Request, WorkerReport
 from tests.integration.tiny_engine import Make, TinyEngine, expected, run, several
 
 LOCAL = {"transport": "local", "lease_s": 60}
@@ -146,3 +146,27 @@ def test_one_that_ends_in_the_same_step_ends_once(engine: Make) -> None:
     assert not worker.get_finished().loaded
     run([p], lambda: "r" in p.sent)
     assert aborted(d) == 0
+
+
+@pytest.mark.parametrize("several_of_them", [False, True])
+def test_one_that_had_ended_by_itself_does_not_take_its_successor_along(
+    engine: Make, several_of_them: bool
+) -> None:
+    """Found by the simulator (seed 700037 of 1,000 requests): ids come again, as in a retry."""
+    config = {"connectors": [LOCAL, {**LOCAL, "name": "b"}]} if several_of_them else LOCAL
+    p, d = engine("p", config), engine("d", config)
+    d.load("r", [2], 4, p.prefill("r", [3], 4))
+    reports: list[WorkerReport] = []
+
+    def step_of_d() -> WorkerReport:
+        d.workers[0, 0].start_load_kv(d.scheduler.build_connector_meta())
+        d.reports.add((0, 0), d.workers[0, 0].get_finished())
+        reports.append(d.reports.take())
+        return reports[-1]
+
+    run([p], lambda: "r" in step_of_d().loaded)
+    abort(d, "r", [2])  # the scheduler half has not heard yet
+    d.scheduler.update_connector_output(reports[-1])
+    d.load("r", [5], 4, p.prefill("s", [1], 4))
+    run([p, d], lambda: "r" in d.loaded)
+    assert d.loaded["r"].ok, d.loaded["r"].error
