@@ -137,7 +137,7 @@ def answers_before_its_writes_have_ended(patch: pytest.MonkeyPatch) -> None:
 
 @bug("can touch it")
 def frees_what_it_is_writing(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Gifts, "is_writing", lambda self, request_id: False)
+    patch.setattr(Gifts, "is_writing", lambda self, request_id, attempt: False)
 
 
 # --- what goes while the rest is computed ---------------------------------------------------------
