@@ -139,7 +139,7 @@ def test_prompts_that_prefill_computes_in_chunks(pair: Pair) -> None:
 
 def test_a_request_loses_its_blocks_while_it_is_answered(pair: Pair) -> None:
     """What was loaded is computed again, here, after vLLM has taken its blocks away."""
-    prefill, decode = pair(LOCAL, decode={"num_gpu_blocks_override": 8, "max_model_len": 900})
+    prefill, decode = pair(LOCAL, decode={"num_gpu_blocks_override": 8, "max_model_len": 896})
     lengths, names = [250, 251, 252], ["r250", "r251", "r252"]
     alone = {n: decode.generate(prompt_of(n), 140)["tokens"] for n in lengths}
     decode.call("reset")

@@ -9,6 +9,8 @@ from tests.vllm.conftest import Pair
 from tests.vllm.engines import WANTED, disaggregated, prompt_of
 from tests.vllm.test_tokens import EDGES, answers_alone, external_tokens
 
+PATIENT = {"timeout_s": 120.0, "lease_s": 180.0, "handshake": {"timeout_s": 60.0}}
+"""Ranks of vLLM spin while they wait; more of them than cores leave others waiting for seconds."""
 STAGES = {"pipeline_parallel_size": 2, "worker_cls": "tests.vllm.stages.StageWorker"}
 LENGTHS = [*EDGES, 300, 1000]
 ONE_CHUNK = [1, 2, 17, 63, 64]
@@ -89,4 +91,5 @@ def test_latent_attention_byte_by_byte(pair: Pair, sizes: tuple[int, int]) -> No
 def test_engines_of_several_ranks(
     pair: Pair, transport: str, prefill: dict[str, Any], decode: dict[str, Any]
 ) -> None:
-    check_tokens(pair, extra={"transport": transport}, prefill=prefill, decode=decode)
+    extra = {"transport": transport, **PATIENT}
+    check_tokens(pair, extra=extra, prefill=prefill, decode=decode)

@@ -5,6 +5,15 @@
 "nixl"}}'``
 """
 
+import contextlib
+
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
 from kvbridge.integrations.vllm.connector import KVBridgeConnector, KVBridgeMultiConnector
 
 __all__ = ["KVBridgeConnector", "KVBridgeMultiConnector"]
+
+for _name in __all__:
+    # vLLM's MultiConnector looks up by name who has counted what.
+    with contextlib.suppress(ValueError):  # it is known already
+        KVConnectorFactory.register_connector(_name, __name__, _name)
