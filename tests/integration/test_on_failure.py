@@ -27,14 +27,17 @@ def flat(params: Any) -> Any:
 @POLICIES
 @pytest.mark.parametrize(
     ("config", "cause"),
-    [(faulty("fail"), "transport"), (faulty("delay", delay_s=1.0), "deadline")],
+    [
+        ({**faulty("fail"), "timeout_s": 20.0}, "transport"),
+        ({**faulty("delay", delay_s=1.0), "timeout_s": 0.5}, "deadline"),
+    ],
     ids=["transport", "deadline"],
 )
 def test_a_load_that_failed_says_what_is_to_become_of_its_request(
     engine: Make, config: dict[str, Any], cause: str, on_failure: str
 ) -> None:
     p = engine("p", LOCAL)
-    d = engine("d", {**config, "timeout_s": 0.5, "on_failure": on_failure}, tp=2)
+    d = engine("d", {**config, "on_failure": on_failure}, tp=2)
     d.load("r", [2], 4, flat(p.prefill("r", [3], 4)))
     run([p, d], lambda: "r" in d.loaded)
     assert d.loaded["r"].cause == cause
