@@ -4,6 +4,7 @@ Two pairs of engines, one of each kind, get the same prompts in turns. What is c
 engine that answers, the time until its first token, and of that the time until the request can be
 scheduled: asking, meeting, moving. Prompts differ from round to round, so nothing is cached.
 
+    .venv-vllm/bin/pip install --no-deps nixl    # what vLLM's connector imports
     .venv-vllm/bin/python -m benchmarks.vllm_connectors --rounds 30
 """
 

