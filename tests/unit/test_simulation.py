@@ -208,7 +208,8 @@ def test_a_seed_is_the_same_in_every_process() -> None:
 
 
 @pytest.mark.multi_process
-def test_the_command_says_what_came_of_it() -> None:
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_the_command_says_what_came_of_it(jobs: str) -> None:
     done = subprocess.run(
         [
             sys.executable,
@@ -218,10 +219,13 @@ def test_the_command_says_what_came_of_it() -> None:
             "0..1",
             "--requests",
             "20",
+            "--jobs",
+            jobs,
         ],
         check=True,
         capture_output=True,
         text=True,
+        timeout=60,
     )
     assert "2/2 seeds" in done.stdout
     assert "0 with violations" in done.stdout

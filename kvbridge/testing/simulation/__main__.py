@@ -1,14 +1,12 @@
 """``python -m kvbridge.testing.simulation``: many seeds, or one of them again."""
 
-import multiprocessing
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 
 import click
 
-from kvbridge.testing.simulation.run import REQUESTS, Result, simulate
+from kvbridge.testing.simulation.run import REQUESTS, Result, simulate, simulate_all
 
 VIOLATIONS_SHOWN = 3
 
@@ -30,7 +28,7 @@ class _Seeds(click.ParamType[range]):
 @click.command(help="Run the life cycle of requests in virtual time, under faults.")
 @click.option("--seeds", type=_Seeds(), default="0..99", show_default=True, help="From A to B.")
 @click.option("--requests", default=REQUESTS, show_default=True, help="Requests of each seed.")
-@click.option("--jobs", default=1, show_default=True, help="Processes.")
+@click.option("--jobs", type=click.IntRange(1), default=1, show_default=True, help="Processes.")
 @click.option("--replay", type=int, help="Run this seed alone.")
 def main(seeds: range, requests: int, jobs: int, replay: int | None) -> None:
     """Run seeds, print what came of them, and exit with 1 if a promise was broken."""
@@ -42,7 +40,7 @@ def main(seeds: range, requests: int, jobs: int, replay: int | None) -> None:
     started_s = time.monotonic()
     outcomes: Counter[str] = Counter()
     broken: list[Result] = []
-    for done, result in enumerate(_results(seeds, requests, jobs), 1):
+    for done, result in enumerate(simulate_all(seeds, requests, jobs), 1):
         outcomes += result.outcomes
         if result.violation is not None:
             broken.append(result)
@@ -57,19 +55,6 @@ def main(seeds: range, requests: int, jobs: int, replay: int | None) -> None:
     if broken:
         print(f"broken in seeds {[result.seed for result in broken]}")
         sys.exit(1)
-
-
-def _results(seeds: range, requests: int, jobs: int) -> Iterator[Result]:
-    tasks = ((seed, requests) for seed in seeds)
-    if jobs == 1:
-        yield from map(_run, tasks)
-        return
-    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
-        yield from pool.imap_unordered(_run, tasks)
-
-
-def _run(task: tuple[int, int]) -> Result:
-    return simulate(*task)
 
 
 def _outcomes(outcomes: Counter[str]) -> str:

@@ -1,8 +1,11 @@
-"""One seed, from its number to what came of it."""
+"""Seeds, from their numbers to what came of them."""
 
 import logging
+import multiprocessing
 import time
 from collections import Counter
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 
 from kvbridge.testing.simulation.build import Build
@@ -82,6 +85,27 @@ def simulate(seed: int, requests: int = REQUESTS, build: type[Build] = Build) ->
         violation=world.violation,
         trace=_trace(world.notes, world.violation) if world.violation else (),
     )
+
+
+def simulate_all(seeds: Iterable[int], requests: int, jobs: int) -> Iterator[Result]:
+    """Run seeds, in some order.
+
+    Args:
+        seeds: What to run.
+        requests: How many requests each has.
+        jobs: Processes that share the work; with one, it is done here.
+
+    Raises:
+        BrokenProcessPool: One of them died.
+    """
+    if jobs == 1:
+        for seed in seeds:
+            yield simulate(seed, requests)
+        return
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        running = [pool.submit(simulate, seed, requests) for seed in seeds]
+        for done in as_completed(running):
+            yield done.result()
 
 
 def _trace(notes: list[Note], at: Violation) -> tuple[Note, ...]:
