@@ -253,6 +253,8 @@ def check_cause(leg: Leg) -> None:
     there, now_s = giver.engine, engine.world.now_s
     if not there.alive or giver.generation != there.generation:
         return
+    if there.sleeps:  # it has let go of everything, on some ranks
+        return
     if "had not begun" in leg.error or now_s >= min(giver.until_s.values()):
         return
     reader = {(engine.name, engine.incarnation)}  # it lets go because it has failed
