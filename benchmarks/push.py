@@ -29,7 +29,7 @@ from kvbridge.model import (
     memory_region,
 )
 
-WAIT_S = 60.0
+WAIT_S, STEP_S = 60.0, 1e-3
 TOKENS, HEADS = 16, 4
 BLOCKS = (16 << 10, 64 << 10, 256 << 10, 1 << 20)
 WAYS: dict[str, dict[str, Any]] = {
@@ -103,7 +103,7 @@ class Engine:
                 seconds = time.perf_counter() - start
                 self.scheduler.request_finished(request, (tuple(blocks),))
                 return seconds
-            time.sleep(50e-6)
+            self.worker.wait(STEP_S)
         raise SystemExit(f"no load ended within {WAIT_S:g} s")
 
     def close(self) -> None:
@@ -136,7 +136,7 @@ def give(pipe: Connection, transport: str, block_nbytes: int, count: int) -> Non
     while True:
         while not pipe.poll():
             engines[way].step()  # the others have nothing to do
-            time.sleep(50e-6)
+            engines[way].worker.wait(STEP_S)
         asked = pipe.recv()
         if asked is None:
             break

@@ -2,19 +2,24 @@
 
 Two pairs of engines, one of each kind, get the same prompts in turns. What is compared is, on the
 engine that answers, the time until its first token, and of that the time until the request can be
-scheduled: asking, meeting, moving. Prompts differ from round to round, so nothing is cached.
+scheduled: asking, meeting, moving. Prompts differ from round to round, so nothing is cached. While
+one pair is measured the other one stands still.
 
     .venv-vllm/bin/pip install --no-deps nixl    # what vLLM's connector imports
     .venv-vllm/bin/python -m benchmarks.vllm_connectors --rounds 30
 """
 
 import argparse
+import contextlib
 import json
+import os
 import random
+import signal
 import socket
 import statistics
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -108,10 +113,24 @@ def measure(
             names = sorted(pairs, reverse=bool(at % 2))
             took: dict[str, Any] = {"tokens": size}
             for name in names:
-                _, answer = disaggregated(*pairs[name], prompt_of(size, seed=at), 1)
+                with alone(name, pairs):
+                    _, answer = disaggregated(*pairs[name], prompt_of(size, seed=at), 1)
                 took[name] = {what: answer[what] for what in WHAT}
             measured.append(took)
     return measured
+
+
+@contextlib.contextmanager
+def alone(name: str, pairs: dict[str, tuple[Engine, Engine]]) -> Iterator[None]:
+    """Have all other engines stand still: their threads would take processors away."""
+    others = [each for other, pair in pairs.items() if other != name for each in pair]
+    for engine in others:
+        os.killpg(engine.process.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for engine in others:
+            os.killpg(engine.process.pid, signal.SIGCONT)
 
 
 def row(measured: list[dict[str, Any]], size: int, what: str) -> dict[str, Any]:

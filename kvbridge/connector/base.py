@@ -1,5 +1,6 @@
 """The contract between an engine and a connector."""
 
+import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -187,6 +188,18 @@ class Connector(PPAwareHandshake):
         needed, say. An engine that does not step while it is idle asks this before it stops.
         """
         return False
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleep until :meth:`get_finished` may have something to report, or the time is over.
+
+        For an engine that has nothing to compute: one that only calls :meth:`get_finished` in a
+        loop keeps the interpreter from the threads that move its bytes. Not all that may be
+        reported ends the sleep early, so wait for a millisecond or two at a time.
+
+        Args:
+            timeout_s: The longest time.
+        """
+        time.sleep(timeout_s)
 
     def start_standby(self, load: object, *, timeout_s: float) -> None:
         """Start a load that was standing by; :meth:`get_finished` reports how it ended."""

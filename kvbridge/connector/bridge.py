@@ -211,6 +211,9 @@ class BridgeConnector(Connector):
     def busy(self) -> bool:
         return self.worker_half.busy
 
+    def wait(self, timeout_s: float) -> None:
+        self.worker_half.wait(timeout_s)
+
     def start_standby(self, load: object, *, timeout_s: float) -> None:
         self.worker_half.load(_as_load(load), timeout_s=timeout_s)
 

@@ -181,6 +181,9 @@ class MultiConnector(Connector):
     def busy(self) -> bool:
         return self.worker_half.busy
 
+    def wait(self, timeout_s: float) -> None:
+        self.worker_half.wait(timeout_s)
+
     def record_events(self, record: Callable[[], Event]) -> None:
         self.worker_half.tell_all(lambda child: child.record_events(record))
 

@@ -129,9 +129,17 @@ class MultiWorker:
     def busy(self) -> bool:
         """Whether a request is loaded or kept, or a child has something else to do."""
         return bool(self._running or self._saving) or any(
-            self.isolation[name].call(partial(getattr, child, "busy"), otherwise=False)
-            for name, child in self._children.items()
+            self._is_busy(name, child) for name, child in self._children.items()
         )
+
+    def _is_busy(self, name: str, child: Connector) -> bool:
+        return bool(self.isolation[name].call(partial(getattr, child, "busy"), otherwise=False))
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for the children that have something to do, for each of them a share of the time."""
+        busy = {name: child for name, child in self._children.items() if self._is_busy(name, child)}
+        for name, child in busy.items():
+            self.isolation[name].call(partial(child.wait, timeout_s / len(busy)), None)
 
     def stats(self) -> Stats:
         """Return what became of the children's loads and reports here."""

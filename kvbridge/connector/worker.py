@@ -353,6 +353,10 @@ class BridgeWorker:
         """Whether anything is loaded or kept, or another engine is still to be told something."""
         return bool(self._loads or self._held or self._leaving)
 
+    def wait(self, timeout_s: float) -> None:
+        """Return once the next report may say something, or the time is over."""
+        self._transport.wait(timeout_s)
+
     def stats(self) -> Stats:
         """Return what this rank has counted; from any thread."""
         agent, loads, gifts, answers = self._agent, self._loads, self._gifts, self._answers

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,8 @@ from kvbridge.transport.descriptors import Descriptors
 from kvbridge.transport.memory import LocalMemory, RegionTable
 
 TRANSPORT_API_VERSION = 1
+DOZE_S = 100e-6
+"""So long sleeps who cannot be woken."""
 
 Op = Literal["read", "write"]
 Path = Literal["memory", "cma", "shm", "rdma", "tcp", "unknown"]
@@ -262,6 +265,18 @@ class Transport(ABC):
         Raises:
             TransportError: The agent was never opened, or is broken.
         """
+
+    def wait(self, timeout_s: float) -> None:
+        """Return once the next :meth:`poll` may have something to tell, or the time is over.
+
+        For whoever has nothing else to do: polling in a loop would keep the interpreter from the
+        threads that move the bytes. It may return early for nothing. A transport that cannot be
+        woken sleeps for a moment.
+
+        Args:
+            timeout_s: The longest time.
+        """
+        time.sleep(min(timeout_s, DOZE_S))
 
     @abstractmethod
     def abandon(self, handle: Handle) -> None:

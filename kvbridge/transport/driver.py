@@ -232,6 +232,9 @@ class Driver(Transport, Generic[ConfigT, AgentT]):
             raise self._is_not_open()
         return self._events.take()
 
+    def wait(self, timeout_s: float) -> None:
+        self._events.wait(timeout_s)
+
     def abandon(self, handle: Handle) -> None:
         self.check_process()
         given: object = handle

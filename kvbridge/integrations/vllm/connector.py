@@ -217,7 +217,8 @@ class KVBridgeConnector(KVConnectorBase_V1, SupportsHMA):
         """Begin the loads of this step; none is waited for."""
         metadata = self._get_connector_metadata()
         if isinstance(metadata, StepMetadata):
-            self._moves.begin(metadata.content)
+            is_idle = getattr(forward_context, "attn_metadata", None) is None
+            self._moves.begin(metadata.content, is_idle=is_idle)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Make progress, and return what has ended."""

@@ -18,6 +18,8 @@ from kvbridge.model import TransferTopology
 _log = logging.getLogger(__name__)
 
 _COUNT_INTERVAL_S = 1.0
+_IDLE_S = 1e-3
+"""So long waits a step in which nothing is computed, at most: new requests wait meanwhile."""
 
 
 class WorkerHalf:
@@ -63,6 +65,7 @@ class WorkerHalf:
         self._kv_caches: dict[str, torch.Tensor] = {}
         self._counted, self._counted_s = Stats(), 0.0
         self._was_busy = False
+        self._is_idle = False
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Take the rank's cache."""
@@ -84,13 +87,23 @@ class WorkerHalf:
         """Return what the rank publishes."""
         return self._connector.get_handshake_metadata()
 
-    def begin(self, step: object) -> None:
-        """Begin what the scheduler half asked for."""
+    def begin(self, step: object, *, is_idle: bool) -> None:
+        """Begin what the scheduler half asked for.
+
+        Args:
+            step: That.
+            is_idle: Whether nothing is computed in this step.
+        """
         self._connector.start_load_kv(step)
+        self._is_idle = is_idle
 
     def poll(self) -> WorkerReport:
         """Make progress, and return what has ended."""
         report = self._connector.get_finished()
+        if self._is_idle and report == WorkerReport() and self._connector.busy:
+            # vLLM goes from step to step as fast as it can, and the interpreter with it.
+            self._connector.wait(_IDLE_S)
+            report = self._connector.get_finished()
         for request_id, loaded in report.loaded.items():
             if loaded.cause and loaded.cause != "aborted":
                 _log.warning(

@@ -113,6 +113,9 @@ class TransportWrapper(Transport):
     def poll(self) -> Poll:
         return self.inner.poll()
 
+    def wait(self, timeout_s: float) -> None:
+        self.inner.wait(timeout_s)
+
     def abandon(self, handle: Handle) -> None:
         self.inner.abandon(handle)
 
