@@ -209,6 +209,7 @@ class BridgeWorker:
             clock=self._clock,
             digesting=self._digesting,
             staging_nbytes=self._config.staging_nbytes,
+            takes=self._config.role != "producer" and self._config.direction != "pull",
             **self._named,
         )
         self._introductions = Introductions(

@@ -155,6 +155,30 @@ class Blocks(msgspec.Struct, frozen=True, array_like=True):
     null_block_id: int | None = None
 
 
+class Packed(msgspec.Struct, frozen=True, array_like=True):
+    """A part of what is wanted, to be written as one piece; the reader puts it in its place.
+
+    What is wanted is one stream of bytes, in the order of the addresses where they belong, see
+    :class:`~kvbridge.plan.PackedStream`.
+
+    Attributes:
+        start: Where the part begins in the stream.
+        stop: Where it ends.
+        address: Where the reader wants it: in the staging memory that it has published.
+        digest: That of the stream as the reader understands it.
+    """
+
+    start: int
+    stop: int
+    address: int
+    digest: bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Its length."""
+        return self.stop - self.start
+
+
 class Want(ReaderNote, frozen=True, kw_only=True, tag="want"):
     """Asks a producer rank to write a request's blocks into those of a reader, once they are ready.
 
@@ -166,12 +190,15 @@ class Want(ReaderNote, frozen=True, kw_only=True, tag="want"):
         start_token: First token to write.
         end_token: One past the last one.
         timeout_s: For how long the reader waits, from when this is heard.
+        packed: The part of it that is meant, and where that goes instead; None for all of it, each
+            cell to its place.
     """
 
     blocks: tuple[Blocks, ...]
     start_token: int
     end_token: int
     timeout_s: float
+    packed: Packed | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -276,6 +303,12 @@ def decode_note(data: bytes) -> Note:
             raise HandshakeError(
                 f"tokens [{note.start_token}, {note.end_token}) of {note.request_id!r} are wanted "
                 f"within {note.timeout_s} s, which is impossible"
+            )
+        part = note.packed
+        if part is not None and not (0 <= part.start < part.stop and 0 < part.address < 1 << 63):
+            raise HandshakeError(
+                f"bytes [{part.start}, {part.stop}) of {note.request_id!r} are wanted at "
+                f"{part.address:#x}, which is impossible"
             )
         if any(len(each.ids) % 4 for each in note.blocks):
             raise HandshakeError(f"block ids of {note.request_id!r} of other than four bytes")

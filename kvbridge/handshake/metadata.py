@@ -63,6 +63,8 @@ class RankPayload(msgspec.Struct, frozen=True):
         gives: Whether it writes what other ranks ask for.
         digests: Whether it can say what its blocks hold, see
             :class:`~kvbridge.handshake.DigestRequest`.
+        staging: Memory that others may write parts to that it puts in their places; None for none.
+        packs_nbytes: The longest part that it packs for others; 0 if it packs nothing.
     """
 
     cache: RankCache
@@ -70,6 +72,8 @@ class RankPayload(msgspec.Struct, frozen=True):
     leases: Region | None = None
     gives: bool = False
     digests: bool = False
+    staging: Region | None = None
+    packs_nbytes: int = 0
 
 
 class Envelope(msgspec.Struct, frozen=True, omit_defaults=True):

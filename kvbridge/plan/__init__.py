@@ -5,6 +5,7 @@ from kvbridge.plan.digest_cells import CellRange
 from kvbridge.plan.digest_probes import Probe, first_difference, probes_of, sample_probes
 from kvbridge.plan.generate import generate_engine_transfer_plan
 from kvbridge.plan.mapping import compute_tp_mapping
+from kvbridge.plan.packed import PackedStream
 from kvbridge.plan.plan import EngineTransferPlan
 from kvbridge.plan.rearrange import Rearrangement
 from kvbridge.plan.shares import TokenShare
@@ -28,6 +29,7 @@ __all__ = [
     "EngineTransferPlan",
     "Grid",
     "Need",
+    "PackedStream",
     "Paging",
     "PlanOptions",
     "Probe",

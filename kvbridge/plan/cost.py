@@ -64,6 +64,12 @@ def costs_of(plan: "EngineTransferPlan") -> tuple[Cost, Cost]:
     return direct, staged
 
 
+def cost_packed(plan: "EngineTransferPlan") -> Cost:
+    """Return what the same takes packed: all of it put in order there, and in its place here."""
+    nbytes = costs_of(plan)[0].nbytes
+    return Cost(0, nbytes, 2 * nbytes)
+
+
 class Copies(NamedTuple):
     """How the smaller of two pages is copied directly.
 

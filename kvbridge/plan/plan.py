@@ -10,7 +10,7 @@ from kvbridge.model import CacheGroup, LayerKey, Rank, RankCache
 from kvbridge.plan import document
 from kvbridge.plan.binding import Binding, bind_plan
 from kvbridge.plan.check import check_plan
-from kvbridge.plan.cost import costs_of
+from kvbridge.plan.cost import cost_packed, costs_of
 from kvbridge.plan.lower import lower_plan, read_specs
 from kvbridge.plan.rearrange import Rearrangement
 from kvbridge.plan.staged import (
@@ -86,6 +86,13 @@ class EngineTransferPlan:
             return self.options.strategy
         direct, staged = costs_of(self)
         return "staged" if self.direction == "read" and staged.total < direct.total else "direct"
+
+    @cached_property
+    def is_packed(self) -> bool:
+        """Whether what this plan takes is cheaper to be packed where it is written for it."""
+        if self.options.strategy != "auto":
+            return self.options.strategy == "staged"
+        return cost_packed(self).total < costs_of(self)[0].total
 
     def check(self) -> None:
         """Prove that the plan covers exactly what it must.

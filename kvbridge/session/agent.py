@@ -10,7 +10,7 @@ from kvbridge.config import check_timeout
 from kvbridge.errors import MemoryBusyError
 from kvbridge.handshake import EngineAddress, HandshakeMetadata
 from kvbridge.handshake.digests import DigestRequest, Digests
-from kvbridge.handshake.messages import Given, Release, Want, Withdrawal
+from kvbridge.handshake.messages import Given, Packed, Release, Want, Withdrawal
 from kvbridge.model import Rank, RankCache, TransferTopology
 from kvbridge.plan import BlockTable, TransferBatch, digests_of
 from kvbridge.plan.values import Direction
@@ -23,7 +23,8 @@ from kvbridge.session.leases import Lease, LeaseTable
 from kvbridge.session.live import LiveTransfers
 from kvbridge.session.local_rank import LocalRank
 from kvbridge.session.notes import Notes
-from kvbridge.session.operations import Moves, Operations
+from kvbridge.session.operations import Operations
+from kvbridge.session.packing import PackedPart, Packing, Packs, streams_of
 from kvbridge.session.pairings import Pairings
 from kvbridge.session.payload import Checks
 from kvbridge.session.portions import Portions
@@ -51,20 +52,14 @@ class AgentPoll(NamedTuple):
     asked: tuple[tuple[str, Want | Withdrawal | DigestRequest], ...] = ()
 
 
-class _Gives(Moves, Protocol):
+class _Gives(Packs, Protocol):
     """What is written for a reader; see :class:`~kvbridge.session.gifts.Gift`.
 
     Attributes:
-        has_begun: Whether some of that has been submitted.
-        is_whole: Whether all of it has been.
-        end_token: One past the last token of what has been.
-        nbytes: Bytes of that.
+        end_token: One past the last token of what has been submitted.
     """
 
-    has_begun: bool
-    is_whole: bool
     end_token: int
-    nbytes: int
 
     def goes_on(self, attempt: int) -> bool:
         """Whether more can be submitted; begins again if the blocks were taken away meanwhile."""
@@ -94,6 +89,7 @@ class RankAgent:
         clock: Callable[[], float] = time.monotonic,
         digesting: Executor | None = None,
         staging_nbytes: int = STAGING_NBYTES,
+        takes: bool = False,
     ) -> None:
         """Register the rank's memory with an open transport.
 
@@ -109,14 +105,17 @@ class RankAgent:
             clock: Seconds that never run backwards.
             digesting: Where digests are taken, and what is staged is put in its place; a thread of
                 its own, once there is something to do, if not given. Shut down at the end.
-            staging_nbytes: Memory for loads that are staged, made once there is one; 0 for none.
+            staging_nbytes: Memory for loads that are staged, made once there is one; as much is
+                made where cells are packed for others. 0 for none.
+            takes: Whether others may be asked to write packed cells here; then the memory for that
+                is made at once, since they have to know where it is.
 
         Raises:
             ConfigError: The cache is of another engine, or the model has no name.
             UnsupportedLayoutError: The cache lies in several kinds of memory.
             TransportError: The memory cannot be registered.
         """
-        self._transport, self._clock, self._gives = transport, clock, gives
+        self._transport, self._clock, self._gives, self._takes = transport, clock, gives, takes
         self._has_cache = True
         self._local = LocalRank(
             topology,
@@ -133,6 +132,8 @@ class RankAgent:
         self._beside = Beside(digesting)
         self._staging = Staging(transport, self._local, staging_nbytes)
         self._portions = Portions(self._local, self._operations, self._beside, self._staging, clock)
+        self._packed = Staging(transport, self._local, staging_nbytes if gives else 0)
+        self._packing = Packing(self._local, self._operations, self._beside, self._packed)
         self._checks = Checks(transport.notify, self._beside, clock)
         self._notes = Notes(transport, self._local)
         self._leases = LeaseTable()
@@ -149,11 +150,18 @@ class RankAgent:
         self.releases = ReleaseBook(clock)
         self._kept = Kept(self._leases, self.releases)
         transport.register((*local.regions, self._leases.region))
+        if takes:
+            self._staging.open()
 
     def metadata(self) -> HandshakeMetadata:
         """Return what this rank publishes."""
-        info = self._transport.agent_info()
-        return self._local.metadata(info, self._leases.region, gives=self._gives)
+        return self._local.metadata(
+            self._transport.agent_info(),
+            self._leases.region,
+            gives=self._gives,
+            staging=self._staging.region,
+            packs_nbytes=self._packing.most_nbytes,
+        )
 
     def share_engine(self, metadata: Mapping[Rank, HandshakeMetadata]) -> None:
         """Take what all ranks of our own engine published, once the engine has gathered it.
@@ -238,6 +246,8 @@ class RankAgent:
         self._transport.register(local.regions)
         self._local.renew(local, memory)
         self._has_cache = True
+        if self._takes:
+            self._staging.open()
         self._pairings.disconnect_all()  # sessions opened meanwhile are bound to other addresses
 
     def release(self) -> None:
@@ -264,14 +274,23 @@ class RankAgent:
                 f"{before.where}: {len(self._portions)} portions of loads are still to be put into "
                 "its memory; finish or give up what is being loaded, and poll, first"
             )
+        if len(self._packing):
+            raise MemoryBusyError(
+                f"{before.where}: {len(self._packing)} parts of its memory are being packed and "
+                "written for others; poll until that is done, and try again then"
+            )
         if self._beside.is_busy:
             raise MemoryBusyError(
                 f"{before.where}: digests of its memory are being taken; poll until that is "
                 "done, and try again then"
             )
         self._pairings.disconnect_all()  # their plans are bound to its addresses
-        self._transport.unregister((*before.regions, *self._staging.regions))
-        self._staging.forget()
+        pools = (self._staging, self._packed)
+        self._transport.unregister(
+            (*before.regions, *(region for pool in pools for region in pool.regions))
+        )
+        for pool in pools:
+            pool.forget()
         self._kept.clear()  # before the engine uses that memory for anything else
         self._has_cache = False
 
@@ -423,6 +442,15 @@ class RankAgent:
         session = self._pairings.session(engine_id)
         check_timeout(timeout_s, "timeout_s")
         now_s = self._clock()
+        transfer = Transfer(session, request_id, now_s, now_s + timeout_s, "push")
+        transfer.reads_instead = reads_instead
+        portion = Portion(local_tables, start_token, end_token, lease)
+        transfer.check = check_of(self._local, transfer, check, address, portion)
+        if remote_tables is not None and lease is not None and self.packs(engine_id):
+            find = partial(self._packed_parts, transfer, address, portion, remote_tables)
+            self._portions.start_later(transfer, find, "finding what is to be packed")
+            self._live.add(transfer)
+            return transfer
         sources: list[tuple[Rank, SourceStats | None]]
         if remote_tables is None:
             sources = [(source.rank, None) for source in session.plan.sources]
@@ -431,15 +459,33 @@ class RankAgent:
                 local_tables, remote_tables, start_token=start_token, end_token=end_token
             )
             sources = [(batch.remote_rank, SourceStats.of(batch)) for batch in batches]
-        transfer = Transfer(session, request_id, now_s, now_s + timeout_s, "push")
-        transfer.reads_instead = reads_instead
-        portion = Portion(local_tables, start_token, end_token, lease)
-        transfer.check = check_of(self._local, transfer, check, address, portion)
         for rank, source in sources:
             want = want_of(self._local, self._wants.number(), transfer, address, portion)
             self._wants.ask(transfer, rank, want, source)
         self._live.add(transfer)
         return transfer
+
+    def _packed_parts(
+        self,
+        transfer: Transfer,
+        address: EngineAddress,
+        portion: Portion,
+        remote_tables: Sequence[BlockTable],
+    ) -> list[PackedPart]:
+        """Return what is asked for, part by part; from any thread."""
+        session, tokens = transfer.session, (portion.start_token, portion.end_token)
+        most_nbytes = min(session.packs_nbytes, self._portions.aim_nbytes)
+
+        def want(packed: Packed) -> Want:
+            number = self._wants.number()
+            return want_of(self._local, number, transfer, address, portion, packed)
+
+        found = streams_of(session.plan, portion.tables, remote_tables, *tokens)
+        return [
+            PackedPart(self._wants, want, rank, stream, start, stop)
+            for rank, stream in found.items()
+            for start, stop in stream.cut(most_nbytes)
+        ]
 
     def cancel(self, transfer: Transfer, reason: str) -> None:
         """Go on no further with a transfer; the producer is told as soon as that is possible.
@@ -479,6 +525,9 @@ class RankAgent:
         session = self._pairings.session(want.engine_id)
         ready = self._kept.ready_for(want)
         if ready is None or not gift.goes_on(ready.attempt):
+            return
+        if want.packed is not None:
+            self._packing.give(gift, session, want, ready)
             return
         start_token = max(gift.end_token, want.start_token)
         if ready.end_token > start_token:
@@ -589,6 +638,7 @@ class RankAgent:
                     asked.append((sender, note))
         self._wants.poll()
         self._portions.poll()
+        self._packing.poll()
         self._checks.poll(self._pairings.is_current)
         return AgentPoll(tuple(self._live.ended(self._clock())), tuple(released), tuple(asked))
 
@@ -610,10 +660,18 @@ class RankAgent:
         """
         return self._portions.are_possible(self._pairings.session(engine_id))
 
+    def packs(self, engine_id: str) -> bool:
+        """Whether what a remote engine writes here is packed by it.
+
+        Raises:
+            UnknownEngineError: The engine is not connected.
+        """
+        return bool(self._pairings.session(engine_id).packs_nbytes and self._staging.regions)
+
     @property
     def staged_nbytes(self) -> int:
         """Bytes of staging memory that are in use; asked from any thread."""
-        return self._staging.used_nbytes
+        return self._staging.used_nbytes + self._packed.used_nbytes
 
     def close(self, *, timeout_s: float = 5.0) -> tuple[Region, ...]:
         """Forget every engine and close the transport.
@@ -630,6 +688,7 @@ class RankAgent:
         self._pairings.disconnect_all()
         busy = self._transport.close(timeout_s=timeout_s)
         self._staging.close(busy)
+        self._packed.close(busy)
         return (*busy, *(region for region in written if region not in busy))
 
     def peer_named(self, agent: str) -> Peer | None:

@@ -7,6 +7,7 @@ from kvbridge.errors import (
     ConfigError,
     IncompatibleError,
     KVBridgeError,
+    NotSupportedError,
     PlanError,
     UnsupportedLayoutError,
 )
@@ -48,7 +49,7 @@ def cause_of(error: KVBridgeError) -> Cause:
     match error:
         case IncompatibleError() | PlanError() | UnsupportedLayoutError():
             return "incompatible"
-        case BlockTableError() | ConfigError():
+        case BlockTableError() | ConfigError() | NotSupportedError():
             return "refused"
     return "handshake"
 

@@ -7,7 +7,7 @@ not carried out again: by then the reader's blocks may be somebody else's.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -49,13 +49,19 @@ class Gift(Asked):
     want: Want | None
     since_s: float
     nbytes: int = 0
-    pending: set[Handle] = field(default_factory=set)
+    pending: set[Hashable] = field(default_factory=set)
     has_begun: bool = False
     is_whole: bool = False
     end_token: int = 0
     attempt: int = -1
     answer: Given | None = None
     is_told: bool = False
+
+    @property
+    def reads_blocks(self) -> bool:
+        """Whether the request's blocks are being read; what has been packed is read elsewhere."""
+        is_packed = self.is_whole and self.want is not None and self.want.packed is not None
+        return bool(self.pending) and not is_packed
 
     def settle(self, handle: Handle, state: State, reason: str) -> None:
         """Note that a handle has become quiet."""
@@ -175,7 +181,7 @@ class Gifts:
                 lost since, holds none of these.
         """
         gifts = self._gifts.get(request_id, {}).values()
-        return any(gift.pending and gift.attempt == attempt for gift in gifts)
+        return any(gift.reads_blocks and gift.attempt == attempt for gift in gifts)
 
     def stop(self, request_id: str) -> None:
         """Begin to write nothing more of a request, whose blocks are not kept any longer."""

@@ -91,13 +91,13 @@ class LiveTransfers:
     def _give_up(self, transfer: Transfer, now_s: float) -> None:
         """Fail what is late. It ends by itself, and is quiet only then."""
         cause: Cause = "deadline"
+        what = self._portions.give_up(transfer)
         if transfer.kind == "pull":
             reads = sum(isinstance(each, Handle) for each in transfer.pending)
-            what = self._portions.give_up(transfer)
             if reads or not what:
                 what = f"{reads} reads had not ended" + (what and f", {what}")
         else:
-            what = self._wants.awaited(transfer)
+            what = " and ".join(filter(None, [self._wants.awaited(transfer), what]))
         if transfer.seen is not None:  # all bytes are here, but they prove nothing
             what = f"the lease of request {transfer.request_id!r} had not begun"
             cause = "lease"

@@ -61,16 +61,28 @@ class LocalRank:
         self._factors = factors_of(cache, **self._named)
         self._engine_factors: dict[str, Any] | None = None
 
-    def metadata(self, agent_info: bytes, leases: Region, *, gives: bool) -> HandshakeMetadata:
+    def metadata(
+        self,
+        agent_info: bytes,
+        leases: Region,
+        *,
+        gives: bool,
+        staging: Region | None = None,
+        packs_nbytes: int = 0,
+    ) -> HandshakeMetadata:
         """Return what this rank publishes.
 
         Args:
             agent_info: What its transport says.
             leases: Where its table of leases is.
             gives: Whether other ranks may ask it to write.
+            staging: Where they may write what it puts in its place.
+            packs_nbytes: The longest part that it packs for them.
         """
         cache = self.cache
-        payload = RankPayload(cache, agent_info, leases, gives, can_digest(cache))
+        payload = RankPayload(
+            cache, agent_info, leases, gives, can_digest(cache), staging, packs_nbytes
+        )
         sealed = seal(
             self._factors,
             payload,

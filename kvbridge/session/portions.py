@@ -1,18 +1,20 @@
-"""Staged loads, portion by portion: each waits for staging memory, is read, and is arranged.
+"""Staged loads, portion by portion: each waits for staging memory, comes, and is arranged.
 
-A portion reserves all the staging that it needs at once, or none. Then it is read into that, its
-cells are put in their places beside the engine's steps, and the staging is given back: it waits for
-no other portion, not even for one of its own load. Portions begin in the order in which their loads
-were asked for, so the first one that waits gets what those before it give back, and all get their
-turn. A load that fails takes its portions out of the line.
+A portion reserves all the staging that it needs at once, or none. Then it is read into that, or
+another engine is asked to write it there; its cells are put in their places beside the engine's
+steps, and the staging is given back: it waits for no other portion, not even for one of its own
+load. Portions begin in the order in which their loads were asked for, so the first one that waits
+gets what those before it give back, and all get their turn. A load that fails takes its portions
+out of the line.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +22,7 @@ from numpy.typing import NDArray
 from kvbridge.errors import KVBridgeError
 from kvbridge.model import RankCache
 from kvbridge.model.arrays import bytes_at
-from kvbridge.plan import BlockTable, StagedPortion
+from kvbridge.plan import BlockTable, Rearrangement, StagedPortion
 from kvbridge.session.beside import Beside
 from kvbridge.session.causes import cause_of
 from kvbridge.session.local_rank import LocalRank
@@ -28,11 +30,60 @@ from kvbridge.session.operations import Operations
 from kvbridge.session.session import Session
 from kvbridge.session.staging import Staging
 from kvbridge.session.transfer import Transfer
-from kvbridge.transport import Handle, State
+from kvbridge.transport import State
 
 SHARE = 4
 """A portion takes at most this part of the staging, unless it is a single page: so some are read
 while others are arranged, and one load leaves room for the next."""
+
+
+class Portion(Protocol):
+    """A part of a load that is staged and put in its place by itself."""
+
+    @property
+    def staging_nbytes(self) -> int:
+        """Bytes of staging memory that it takes; 0 if it needs none."""
+
+    def begin(self, transfer: Transfer, address: int) -> frozenset[Hashable]:
+        """Let it come; what is refused fails the transfer.
+
+        Args:
+            transfer: Whose it is.
+            address: Where its staging is.
+
+        Returns:
+            What it waits for, of the transfer's ``pending``.
+        """
+
+    def scatter(self, address: int) -> Rearrangement:
+        """Return what puts it in its place once it is in staging memory; from any thread."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Read:
+    """A portion that is read."""
+
+    operations: Operations
+    pages: StagedPortion
+
+    @property
+    def staging_nbytes(self) -> int:
+        """Bytes of staging memory that it takes."""
+        return self.pages.staging_nbytes
+
+    def begin(self, transfer: Transfer, address: int) -> frozenset[Hashable]:
+        """Read it."""
+        handles: frozenset[Hashable] = frozenset()
+        for batch in self.pages.batches(address):
+            transfer.reads(batch)
+            handles |= self.operations.submit("read", transfer.session, transfer, batch)
+            if transfer.reason:
+                break
+        return handles
+
+    def scatter(self, address: int) -> Rearrangement:
+        """Return what puts it in its place."""
+        return self.pages.scatter(address)
 
 
 @dataclass(slots=True, eq=False)
@@ -40,32 +91,40 @@ class _Load:
     """What of a transfer waits for staging; in its ``pending`` for as long as there is any."""
 
     transfer: Transfer
-    waiting: deque[StagedPortion]
+    waiting: deque[Portion]
     count: int
 
 
 @dataclass(slots=True, eq=False)
+class _Coming:
+    """A transfer of which is being found out what its portions are; in its ``pending``."""
+
+    transfer: Transfer
+    portions: "Future[Sequence[Portion]]"
+
+
+@dataclass(slots=True, eq=False)
 class _Begun:
-    """A portion that is read or arranged; in its transfer's ``pending`` until it touches nothing.
+    """A portion that comes or is arranged; in its transfer's ``pending`` until it touches nothing.
 
     Attributes:
         transfer: Whose it is.
         portion: What it is.
         address: Where its staging is; None if it needs none.
-        handles: Its reads, each in the transfer's ``pending`` until it is quiet.
+        awaited: What brings it, each in the transfer's ``pending`` until it is quiet.
         arranging: The end of the work of putting it in its place; None before that has begun.
     """
 
     transfer: Transfer
-    portion: StagedPortion
+    portion: Portion
     address: int | None
-    handles: frozenset[Handle] = frozenset()
+    awaited: frozenset[Hashable] = frozenset()
     arranging: "Future[None] | None" = None
 
     @property
-    def is_read(self) -> bool:
-        """Whether all of its reads are quiet."""
-        return self.handles.isdisjoint(self.transfer.pending)
+    def is_here(self) -> bool:
+        """Whether all that brings it is quiet."""
+        return self.awaited.isdisjoint(self.transfer.pending)
 
 
 class Portions:
@@ -82,12 +141,13 @@ class Portions:
         """Take what reads, what works beside, the memory, and the agent's clock."""
         self._local, self._operations = local, operations
         self._beside, self._staging, self._clock = beside, staging, clock
+        self._coming: list[_Coming] = []
         self._waiting: deque[_Load] = deque()
         self._begun: list[_Begun] = []
 
     def __len__(self) -> int:
-        """How much there is that waits, is read or is arranged."""
-        return len(self._waiting) + len(self._begun)
+        """How much there is that waits, comes or is arranged."""
+        return len(self._coming) + len(self._waiting) + len(self._begun)
 
     @property
     def quarantined(self) -> int:
@@ -112,26 +172,45 @@ class Portions:
         remote_tables: Sequence[BlockTable],
         start_token: int,
         end_token: int,
-    ) -> list[StagedPortion] | None:
-        """Return the portions of a request; None if it is read directly.
+    ) -> Sequence[Portion] | None:
+        """Return the portions of a request that is read; None if it is read directly.
 
         Raises:
             BlockTableError: The tables do not cover the range.
         """
         if not (self.are_possible(session) and self._staging.open()):
             return None
-        most = self._staging.nbytes
-        return session.plan.staged_portions(
+        pages = session.plan.staged_portions(
             local_tables,
             remote_tables,
             start_token=start_token,
             end_token=end_token,
-            most_nbytes=most,
-            aim_nbytes=-(-most // SHARE),
+            most_nbytes=self._staging.nbytes,
+            aim_nbytes=self.aim_nbytes,
         )
+        return [_Read(self._operations, each) for each in pages]
 
-    def start(self, transfer: Transfer, portions: Sequence[StagedPortion]) -> None:
-        """Read a transfer in portions; those that need no staging begin at once."""
+    @property
+    def aim_nbytes(self) -> int:
+        """How much staging a portion should take at most."""
+        return -(-self._staging.nbytes // SHARE)
+
+    def start_later(
+        self, transfer: Transfer, find: Callable[[], Sequence[Portion]], what: str
+    ) -> None:
+        """Start a transfer once it is known what its portions are, which takes a while.
+
+        Args:
+            transfer: The transfer.
+            find: Finds that out, beside the steps; what it raises fails the transfer.
+            what: What it does, for the error message.
+        """
+        coming = _Coming(transfer, self._beside.start(find, what))
+        transfer.pending.add(coming)
+        self._coming.append(coming)
+
+    def start(self, transfer: Transfer, portions: Sequence[Portion]) -> None:
+        """Let a transfer come in portions; those that need no staging begin at once."""
         waiting = [portion for portion in portions if portion.staging_nbytes]
         for portion in portions:
             if not portion.staging_nbytes:
@@ -144,23 +223,28 @@ class Portions:
 
     def poll(self) -> None:
         """Arrange what is here, give back what is done, and begin what there is room for."""
+        for coming in [each for each in self._coming if each.portions.done()]:
+            self._come(coming)
         for begun in list(self._begun):
             if self._is_over(begun):
                 self._end(begun)
         for load in [each for each in self._waiting if each.transfer.reason]:
             self._leave(load)
         self._go_on()
-        unread = {each.transfer for each in self._waiting}
-        unread |= {each.transfer for each in self._begun if not each.is_read}
+        missing = {each.transfer for each in self._waiting}
+        missing |= {each.transfer for each in self._begun if not each.is_here}
         for begun in self._begun:
-            begun.transfer.is_arranging = begun.transfer not in unread
+            begun.transfer.is_arranging = begun.transfer not in missing
 
     def give_up(self, transfer: Transfer) -> str:
         """Begin nothing more of a transfer that is late; return what it waited for, in words.
 
-        What is being read or arranged ends by itself.
+        What is coming or being arranged ends by itself.
         """
         words = []
+        for coming in [each for each in self._coming if each.transfer is transfer]:
+            words.append("what it consists of was not known")
+            self._forget(coming)
         for load in [each for each in self._waiting if each.transfer is transfer]:
             words.append(
                 f"{len(load.waiting)} of {load.count} portions had not got their turn in "
@@ -181,14 +265,30 @@ class Portions:
 
     def _transfers(self) -> Iterator[Transfer]:
         """Yield whose portions there are, perhaps more than once."""
+        yield from (coming.transfer for coming in self._coming)
         yield from (load.transfer for load in self._waiting)
         yield from (begun.transfer for begun in self._begun)
+
+    def _come(self, coming: _Coming) -> None:
+        """Start a transfer whose portions are known now."""
+        try:
+            with suppress(CancelledError):  # by close(), which has failed it
+                portions = coming.portions.result()
+                if not coming.transfer.reason:
+                    self.start(coming.transfer, portions)
+        except KVBridgeError as error:
+            coming.transfer.fail(str(error), cause_of(error))
+        self._forget(coming)
+
+    def _forget(self, coming: _Coming) -> None:
+        self._coming.remove(coming)
+        coming.transfer.pending.discard(coming)
 
     def _go_on(self) -> None:
         """Begin what there is room for, the first one first."""
         while self._waiting:
             load = self._waiting[0]
-            if load.transfer.reason:  # the read before it was refused
+            if load.transfer.reason:  # what came before it was refused
                 self._leave(load)
                 continue
             address = self._staging.reserve(load.waiting[0].staging_nbytes)
@@ -203,16 +303,12 @@ class Portions:
         self._waiting.remove(load)
         load.transfer.pending.discard(load)
 
-    def _begin(self, transfer: Transfer, portion: StagedPortion, address: int | None) -> None:
-        """Read a portion; what the transport refuses fails the transfer."""
+    def _begin(self, transfer: Transfer, portion: Portion, address: int | None) -> None:
+        """Let a portion come; what is refused fails the transfer."""
         begun = _Begun(transfer, portion, address)
         transfer.pending.add(begun)
         self._begun.append(begun)
-        for batch in portion.batches(address or 0):
-            transfer.reads(batch)
-            begun.handles |= self._operations.submit("read", transfer.session, transfer, batch)
-            if transfer.reason:
-                return
+        begun.awaited = portion.begin(transfer, address or 0)
 
     def _is_over(self, begun: _Begun) -> bool:
         """Bring a portion forward; whether nothing touches its staging any more."""
@@ -227,14 +323,14 @@ class Portions:
                 transfer.fail(str(error), cause_of(error))
             transfer.arranging_s = self._clock() - transfer.read_s  # that of the last one counts
             return True
-        if not begun.is_read:
+        if not begun.is_here:
             return False
         if address is None or transfer.reason:
             return True
         transfer.read_s = self._clock()
         content, cache = self._staging.content, self._local.cache
         work = partial(_arrange, begun.portion, address, content, cache)
-        begun.arranging = self._beside.start(work, "putting what has been read in its place")
+        begun.arranging = self._beside.start(work, "putting what has come in its place")
         return False
 
     def _end(self, begun: _Begun) -> None:
@@ -246,9 +342,7 @@ class Portions:
         begun.transfer.pending.discard(begun)
 
 
-def _arrange(
-    portion: StagedPortion, address: int, content: NDArray[np.uint8], cache: RankCache
-) -> None:
-    """Put the cells of a portion that has been read in their places."""
+def _arrange(portion: Portion, address: int, content: NDArray[np.uint8], cache: RankCache) -> None:
+    """Put the cells of a portion that has come in their places."""
     regions = [bytes_at(region.address, region.nbytes) for region in cache.regions]
     portion.scatter(address).apply([content], regions)

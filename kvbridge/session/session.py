@@ -46,6 +46,8 @@ class Session:
         lost: Whether one of those ranks could not be reached.
         greeting: Whether those ranks can reach us; None until they have been asked.
         is_staged: Whether what we take from there is cheaper to read in whole pages.
+        packs_nbytes: The longest part of what we take from there that all those ranks pack for us,
+            if that is cheaper than to have each cell written to its place; 0 if it is not.
     """
 
     engine_id: str
@@ -62,6 +64,7 @@ class Session:
     lost: bool = False
     greeting: Transfer | None = None
     is_staged: bool = False
+    packs_nbytes: int = 0
 
     @property
     def plan(self) -> EngineTransferPlan:
@@ -146,7 +149,10 @@ def open_session(
         for rank in [rank for rank in told if rank not in session.peers]:
             added[rank] = transport.add_peer(
                 bodies[rank].agent_info,
-                (*caches[rank].regions, *filter(None, [bodies[rank].leases])),
+                (
+                    *caches[rank].regions,
+                    *filter(None, [bodies[rank].leases, bodies[rank].staging]),
+                ),
                 timeout_s=timeout_s,
             )
         if known is None:
@@ -165,6 +171,8 @@ def open_session(
     session.peers = {**session.peers, **added}
     if direction == "read":
         session.is_staged = plan.strategy == "staged"  # all regions are looked at, once
+        packs_nbytes = min((bodies[rank].packs_nbytes for rank in told), default=0)
+        session.packs_nbytes = packs_nbytes if plan.is_packed else 0
     session.plans = {**session.plans, direction: plan}  # last: from here on it is used
     return session
 

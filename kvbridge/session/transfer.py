@@ -109,8 +109,11 @@ class Transfer:
         return self.ended_s - self.started_s
 
     def reads(self, batch: TransferBatch) -> None:
+        """Note what is read from a remote rank, beside what that contributes so far."""
+        self.gets(SourceStats.of(batch))
+
+    def gets(self, more: SourceStats) -> None:
         """Note what a remote rank contributes, beside what it has so far."""
-        more = SourceStats.of(batch)
         for source in self.sources:
             if source.rank == more.rank:
                 source.nbytes += more.nbytes

@@ -9,7 +9,7 @@ met in another start; where it only cannot be reached, it is looked for until it
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from kvbridge.errors import NotSupportedError, PeerLostError, TransportError
@@ -98,7 +98,7 @@ class Wants:
 
     def ask(
         self, transfer: Transfer, rank: Rank, want: Want, source: SourceStats | None = None
-    ) -> None:
+    ) -> Hashable:
         """Ask a producer rank; what cannot be sent fails the transfer.
 
         Args:
@@ -106,6 +106,9 @@ class Wants:
             rank: The producer rank.
             want: What it shall write.
             source: What must come; None if we cannot know.
+
+        Returns:
+            What stands for it in the transfer's ``pending`` until it is answered.
         """
         peer = transfer.session.peers[rank]
         wanted = _Wanted(transfer, rank, peer, want, source, self._clock() + AGAIN_S)
@@ -118,6 +121,7 @@ class Wants:
         except TransportError as error:  # who knows whether it was sent
             transfer.fail(str(error), "transport")
             self._is_lost(wanted, error)
+        return wanted
 
     def withdraw(self, transfer: Transfer) -> None:
         """Ask no more for what a transfer still waits for; each part is quiet once answered."""
@@ -130,9 +134,12 @@ class Wants:
                     wanted.again_s = self._clock()
 
     def awaited(self, transfer: Transfer) -> str:
-        """Say what a transfer that is late still waits for."""
+        """Say what a transfer that is late still waits for; nothing, if that is not a rank."""
         late = [each for each in self._open.values() if each.transfer is transfer]
-        who = f"ranks {sorted(each.rank for each in late)} of engine {transfer.session.engine_id!r}"
+        if not late:
+            return ""
+        ranks = sorted({each.rank for each in late})
+        who = f"ranks {ranks} of engine {transfer.session.engine_id!r}"
         if transfer.kind == "greeting":
             return f"{who} had not said whether they can reach this rank"
         words = f"{who} had not said that they have written request {transfer.request_id!r}"
@@ -159,7 +166,7 @@ class Wants:
         else:
             if not wanted.want.is_empty:
                 came = wanted.source or SourceStats(wanted.rank, given.nbytes, 0, 0)
-                wanted.transfer.sources.append(came)
+                wanted.transfer.gets(came)
             self._settle(wanted, "", "")
 
     def poll(self) -> None:

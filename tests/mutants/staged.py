@@ -38,8 +38,8 @@ def calls_a_load_quiet_that_is_being_arranged(patch: pytest.MonkeyPatch) -> None
 def arranges_what_is_not_all_here(patch: pytest.MonkeyPatch) -> None:
     """A portion of several reads, after the first of them."""
 
-    def is_read(self: object) -> bool:
-        handles, pending = self.handles, self.transfer.pending  # type: ignore[attr-defined]
-        return bool(handles - pending) or not handles
+    def is_here(self: object) -> bool:
+        awaited, pending = self.awaited, self.transfer.pending  # type: ignore[attr-defined]
+        return bool(awaited - pending) or not awaited
 
-    patch.setattr("kvbridge.session.portions._Begun.is_read", property(is_read))
+    patch.setattr("kvbridge.session.portions._Begun.is_here", property(is_here))

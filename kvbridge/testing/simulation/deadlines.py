@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from kvbridge.session import wants
-from kvbridge.testing.simulation.leftovers import bridges
+from kvbridge.testing.simulation.leftovers import bridges, packs
 from kvbridge.testing.simulation.memory import bits
 from kvbridge.testing.simulation.rules import DEADLINE
 from kvbridge.testing.simulation.transport import SimulatedAgent
@@ -23,7 +23,8 @@ def may_be_written(agent: SimulatedAgent, mask: int, now_s: float) -> bool:
     if any(op.lands & mask or not op.lands for op in agent.landing.values()):
         return True
     return any(
-        ask.lands & mask and (not ask.giver.dead or now_s < ask.giver.known_dead_s + LOST_S)
+        (ask.lands & mask or ask.into)  # what comes packed is put into blocks that none can tell
+        and (not ask.giver.dead or now_s < ask.giver.known_dead_s + LOST_S)
         for ask in agent.asks.values()
     )
 
@@ -61,7 +62,10 @@ def check_deadlines(engine: "Engine") -> None:
         if now_s < max(end_s, leg.ended_s):
             continue
         mine = bits(leg.blocks)
-        if any(not op.is_read and op.takes & mine for a in agents for op in a.own.values()):
+        is_written = any(
+            not op.is_read and op.takes & mine for a in agents for op in a.own.values()
+        )
+        if is_written or any(packs(seat.connector) for seat in engine.seats.values()):
             leg.polls = 0  # somebody has it written
             continue
         leg.polls += 1

@@ -56,14 +56,13 @@ class Ledger:
         """Check that somebody has asked for a write."""
         if op.is_read:
             return
-        targets = _targets(op)
+        targets = op.targets
         for other in op.owner.own.values():
             is_beside = other is not op and not other.is_read and other.target is op.target
-            if is_beside and other.lands & op.lands and _targets(other) & targets:
+            if is_beside and not targets.isdisjoint(other.targets):
                 self._violate(WANTED, f"{op}, into what is still on its way as {other}", op)
         for ask in op.remote.asks.values():
-            mine = ask.giver is op.owner and ask.target is op.target
-            if mine and not ask.answered and not op.lands & ~ask.lands:
+            if ask.giver is op.owner and not ask.answered and ask.may_land(op):
                 if ask.withdrawn:
                     self._violate(WANTED, f"{op}, though it knows that nobody waits", op)
                 if ask.lost and ask.begun & targets:
@@ -84,8 +83,13 @@ class Ledger:
             return  # said again
         size = sender.arena.shape.block_tokens
         ids = np.frombuffer(want.blocks[0].ids, "<u4").tolist()
-        lands = blocks_in(ids, want.start_token, want.end_token, size)
-        sender.asks[want.number] = ask = Ask(want.number, sender, remote, lands, sender.arena)
+        lands, into, part = 0, range(0), want.packed
+        if part is None:
+            lands = blocks_in(ids, want.start_token, want.end_token, size)
+        else:
+            into = range(part.address, part.address + part.nbytes)
+        ask = Ask(want.number, sender, remote, lands, sender.arena, into)
+        sender.asks[want.number] = ask
         self._asks_of.setdefault((remote.name, want.request_id), []).append(ask)
 
     def _answers(self, giver: "SimulatedAgent", ask: Ask | None) -> None:
@@ -93,7 +97,7 @@ class Ledger:
             return
         ask.answered = True
         for op in giver.own.values():
-            if not op.is_read and op.target is ask.target and op.lands & ask.lands:
+            if not op.is_read and ask.meets(op):
                 self._violate(GIVEN, f"{giver.where} says that it has, while {op}", op)
 
     def _is_done(self, remote: "SimulatedAgent", release: Release) -> None:
@@ -106,8 +110,3 @@ class Ledger:
     def _violate(self, rule: str, text: str, op: Operation) -> None:
         names = (agent.where.partition("/")[0] for agent in (op.owner, op.remote))
         self._world.violate(rule, text, 0, *names)
-
-
-def _targets(op: Operation) -> set[int]:
-    """Return where the pieces of an operation go."""
-    return {target for portion in op.pieces for _, target, _ in portion}

@@ -65,7 +65,7 @@ def _worked(half: BridgeConnector) -> dict[str, int]:
         "transfers": len(agent._live) + len(agent._operations),
         "handles in quarantine": agent.quarantined,
         "wants": len(agent._wants) + len(agent._live._untold),
-        "staged portions": len(agent._portions),
+        "staged portions": len(agent._portions) + len(agent._packing),
         "bytes of staging": agent.staged_nbytes,
         "gifts": len(worker._gifts) if worker._gifts is not None else 0,
         "holds": len(agent.releases.held) + len(worker._held) + len(worker._leaving),
@@ -83,6 +83,15 @@ def arranged(connector: object) -> Iterator[list[tuple[int, int]]]:
                 yield list(
                     zip(scatter.target_address.tolist(), scatter.nbytes.tolist(), strict=True)
                 )
+
+
+def packs(connector: object) -> bool:
+    """Whether blocks are being packed for others, or will be."""
+    return any(
+        not job.packing.done()
+        for half in bridges(connector)
+        for job in half.worker_half.agent._packing._jobs.values()
+    )
 
 
 def _isolations(connector: object) -> list[Isolation]:

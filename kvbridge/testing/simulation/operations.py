@@ -64,6 +64,11 @@ class Operation:
         """Whose bytes they are."""
         return self.remote if self.is_read else self.owner
 
+    @property
+    def targets(self) -> set[int]:
+        """Where its pieces go."""
+        return {target for portion in self.pieces for _, target, _ in portion}
+
     def __str__(self) -> str:
         """Say what it does."""
         verb = "reads from" if self.is_read else "writes to"
@@ -78,8 +83,9 @@ class Ask:
         number: The reader's number for it.
         reader: Who has asked.
         giver: Who is to write.
-        lands: Blocks of the reader that are to be written, as bits.
+        lands: Blocks of the reader that are to be written, as bits; none if it is packed.
         target: The cache that they are in.
+        into: From where to where it is to be written packed; empty if it is not.
         begun: Where writes for its sake land, piece by piece.
         lost: Whether what they were read from was taken away since, so that they come once more.
         withdrawn: Whether the other one has heard that nobody waits for it any more.
@@ -91,10 +97,25 @@ class Ask:
     giver: "SimulatedAgent"
     lands: int
     target: Arena
+    into: range = range(0)
     begun: set[int] = field(default_factory=set)
     lost: bool = False
     withdrawn: bool = False
     answered: bool = False
+
+    def may_land(self, op: Operation) -> bool:
+        """Whether a write goes nowhere else than where this wants something."""
+        if op.target is not self.target:
+            return False
+        if self.into:
+            return op.targets <= set(self.into)
+        return bool(op.lands) and not op.lands & ~self.lands
+
+    def meets(self, op: Operation) -> bool:
+        """Whether a write goes where this wants something."""
+        if op.target is not self.target:
+            return False
+        return bool(op.lands & self.lands) or not op.targets.isdisjoint(self.into)
 
 
 def blocks_in(ids: Sequence[int], start_token: int, end_token: int, block_tokens: int) -> int:
