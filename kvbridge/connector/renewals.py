@@ -24,6 +24,8 @@ _log = logging.getLogger(__name__)
 RENEWALS_PER_LEASE = 3
 """So often does a reader ask in a lease's time: two answers in a row may get lost."""
 _UNKNOWN_LEASE_S = 15.0
+_EXPECTED_AGAIN_S = 1.0
+"""What is still being computed elsewhere has no lease yet; most of it is loaded before this."""
 _AT_ONCE = 64
 """So many requests in one question: their names, of 1 KiB each, fit into one."""
 
@@ -89,10 +91,20 @@ class Renewals:
     _questions: list[_Question] = field(default_factory=list)
 
     def wait(self, request_id: str, remote: RemoteRequest) -> None:
-        """Take note that a request waits, by our name for it; again does nothing."""
-        if request_id not in self._waiting and remote.lease is not None and remote.incarnation:
+        """Take note that a request waits, by our name for it; again does nothing.
+
+        One that is still being computed elsewhere is asked for by its name alone, which is used
+        once: that it is not kept may mean that it is not kept *yet*, so it is asked for again.
+        """
+        if request_id in self._waiting:
+            return
+        if remote.is_expected:
+            pause_s = _EXPECTED_AGAIN_S
+        elif remote.lease is not None and remote.incarnation:
             pause_s = (remote.lease_s or _UNKNOWN_LEASE_S) / RENEWALS_PER_LEASE
-            self._waiting[request_id] = _Waiting(remote, self.clock() + pause_s)
+        else:
+            return
+        self._waiting[request_id] = _Waiting(remote, self.clock() + pause_s)
 
     def forget(self, request_id: str) -> None:
         """Take note that a request has been loaded, or needs nothing."""
@@ -143,6 +155,9 @@ class Renewals:
         reply = question.answer.result()
         again_s = question.asked_s + reply.lease_s / RENEWALS_PER_LEASE
         for each, kept in zip(question.waiting, reply.kept, strict=True):
+            if not kept and each.remote.is_expected:
+                each.due_s = min(again_s, question.asked_s + _EXPECTED_AGAIN_S)
+                continue
             each.due_s = again_s if kept else float("inf")
             self.counts.kept += kept
             self.counts.refused += not kept

@@ -54,7 +54,8 @@ class RenewalRequest(msgspec.Struct, frozen=True, tag="renew?"):
     Attributes:
         wire: Version that the asker speaks.
         engine_id: Engine that keeps them.
-        incarnation: Which start of it.
+        incarnation: Which start of it; empty for requests whose names were chosen beforehand, and
+            are used once, so that it does not matter.
         requests: The requests, by that engine's names for them.
         asker: Id of the asking engine.
     """

@@ -267,7 +267,7 @@ class HandshakeServer(PPAwareHandshake):
         self, request: RenewalRequest, ranks: Mapping[Rank, HandshakeMetadata]
     ) -> RenewalReply:
         incarnation = next(iter(ranks.values())).incarnation
-        if request.incarnation != incarnation:
+        if request.incarnation not in {"", incarnation}:
             raise HandshakeError(
                 f"engine {request.engine_id!r:.200} has restarted: its incarnation is "
                 f"{incarnation!r}, the blocks were of {request.incarnation!r:.200}"

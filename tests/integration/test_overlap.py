@@ -1,5 +1,6 @@
 """Blocks that go while the rest of their request is being computed."""
 
+import time
 from functools import partial
 from typing import Any
 
@@ -207,3 +208,20 @@ def test_what_was_computed_before_a_sleep_is_not_written_after_it(engine: Make) 
     run([p, d], lambda: "r" in d.loaded and "r" in p.sent)
     assert d.loaded["r"].ok, d.loaded["r"].error
     assert is_here(p, d, TOKENS)
+
+
+def test_a_request_that_waits_under_a_chosen_name_has_its_blocks_kept(engine: Make) -> None:
+    """It knows no lease that it could name, and its turn comes after that would be over."""
+    p = engine("p", {**LOCAL, "lease_s": 3.0})
+    d = engine("d", LOCAL)
+    waits = Request("r", TOKENS, params=expected(p, "x"))
+    assert d.scheduler.get_num_new_matched_tokens(waits, 0)[0] == TOKENS
+    p.prefill("r", THEIRS, TOKENS, transfer_id="x")
+    until_s = time.monotonic() + 6.0
+    run([p, d], lambda: time.monotonic() > until_s)
+    assert p.sent == []
+    d.load("r", OURS, TOKENS, expected(p, "x"))
+    run([p, d], lambda: "r" in d.loaded and "r" in p.sent)
+    assert d.loaded["r"].ok
+    assert is_here(p, d, TOKENS)
+    assert not p.expired

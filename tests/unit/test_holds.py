@@ -201,6 +201,30 @@ def test_no_answer_is_asked_for_again_and_a_refusal_is_not(
     assert (counts.kept, counts.refused, counts.failed) == (1, 1, 2)
 
 
+def test_what_is_still_being_computed_is_asked_for_until_it_is_kept(
+    renewals: Renewals, asked: Asked, clock: Clock
+) -> None:
+    """Its name is all that is known of it, and that it is not kept may mean not yet."""
+    address = EngineAddress("127.0.0.1", 5600)
+    renewals.wait("a", RemoteRequest("p", "chosen", address, (), 4, is_expected=True))
+    clock.now_s = 1.0
+    renewals.poll()
+    (request, answer) = asked.questions.pop()
+    assert (request.engine_id, request.incarnation, request.requests) == ("p", "", ("chosen",))
+    answer.set_result(RenewalReply((False,), LEASE_S))
+    clock.now_s = 2.0
+    renewals.poll()
+    renewals.poll()
+    asked.questions.pop()[1].set_result(RenewalReply((True,), LEASE_S))
+    renewals.poll()
+    clock.now_s = 2.0 + LEASE_S / 3
+    renewals.poll()
+    asked.questions.pop()[1].set_result(RenewalReply((True,), LEASE_S))
+    renewals.poll()
+    counts = renewals.counts
+    assert (counts.kept, counts.refused, counts.failed) == (2, 0, 0)
+
+
 def test_blocks_without_a_lease_are_not_asked_for(
     renewals: Renewals, asked: Asked, clock: Clock
 ) -> None:

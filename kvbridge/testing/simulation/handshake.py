@@ -73,7 +73,9 @@ class Network:
         there = current[-1].ranks[0]
         if server.sleeps:
             raise HandshakeError("the peer refused: this engine has no cache now")
-        if (there.engine_id, there.incarnation) != (request.engine_id, request.incarnation):
+        if there.engine_id != request.engine_id:
+            raise HandshakeError(f"the peer refused: it is {there.engine_id!r}")
+        if request.incarnation not in {"", there.incarnation}:
             raise HandshakeError(f"the peer refused: it is {there.incarnation!r}")
         if self.world.chance(self.faults.ask_fails):
             raise HandshakeError("the peer refused: it is in no mood")

@@ -52,6 +52,8 @@ class Renewals:
         self, address: EngineAddress, request: RenewalRequest, reply: RenewalReply, asked_s: float
     ) -> None:
         """Take note of an answer as it arrives."""
+        if not request.incarnation:
+            return  # it is still being computed: not kept may mean not yet
         for name, is_kept in zip(request.requests, reply.kept, strict=True):
             if not is_kept and asked_s >= self._since_s.get((request.asker, name), 0.0):
                 self._refused.add((request.asker, address, name))
