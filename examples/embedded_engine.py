@@ -12,7 +12,6 @@ import json
 import multiprocessing
 import random
 import sys
-import time
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
@@ -82,7 +81,7 @@ class Engine:
         """Do what each step has to, whether there is anything to compute or not."""
         metadata = self.scheduler.build_connector_meta()
         self.worker.start_load_kv(metadata)
-        time.sleep(0.001)  # the model computes here, and loads go on beside it
+        self.worker.wait(0.001)  # or the model computes here, and loads go on beside it
         report = self.worker.get_finished()
         self.scheduler.update_connector_output(report)
         for request_id in report.sent | (self.given_up & report.loaded.keys()):

@@ -111,20 +111,23 @@ def _allowed(node: inspect.Type, path: Sequence[str]) -> Iterator[Any]:
             yield from _allowed(inner, path[1:])
 
 
-def check_timeout(timeout_s: float, what: str) -> float:
+def check_timeout(timeout_s: float, what: str, *, or_zero: bool = False) -> float:
     """Refuse waits that are no time: negative, endless, or not a number.
 
     Args:
         timeout_s: How long to wait.
         what: What it is, for the error message.
+        or_zero: Whether 0 is fine, which does not wait.
 
     Raises:
         ConfigError: It is not between 0 and a day.
     """
     given: object = timeout_s
-    if not isinstance(given, int | float) or not 0 < given <= TIMEOUT_MAX_S:
+    is_time = isinstance(given, int | float) and 0 <= given <= TIMEOUT_MAX_S
+    if not is_time or (not given and not or_zero):
+        least = "at least" if or_zero else "above"
         raise ConfigError(
-            f"{what} {timeout_s} must be above 0 and at most {TIMEOUT_MAX_S:g} seconds"
+            f"{what} {timeout_s} must be {least} 0 and at most {TIMEOUT_MAX_S:g} seconds"
         )
     return timeout_s
 

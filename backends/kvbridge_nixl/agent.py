@@ -58,6 +58,9 @@ class NixlAgent(Agent[NixlPeer]):
         worker: The thread.
     """
 
+    # NIXL wakes nobody when a notification comes, and the thread looks less often while it is idle.
+    look_every_s = 200e-6
+
     def __init__(self, options: NixlConfig, events: Events, memory: LocalMemory) -> None:
         """Load NIXL and start.
 

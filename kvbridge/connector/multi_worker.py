@@ -1,6 +1,7 @@
 """Where a MultiConnector works: what one child cannot load, the next one tries."""
 
 import logging
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -137,9 +138,15 @@ class MultiWorker:
 
     def wait(self, timeout_s: float) -> None:
         """Wait for the children that have something to do, for each of them a share of the time."""
-        busy = {name: child for name, child in self._children.items() if self._is_busy(name, child)}
+        busy = {
+            name: child
+            for name, child in self._children.items()
+            if not self.isolation[name].is_quarantined and self._is_busy(name, child)
+        }
         for name, child in busy.items():
             self.isolation[name].call(partial(child.wait, timeout_s / len(busy)), None)
+        if not busy:
+            time.sleep(timeout_s)
 
     def stats(self) -> Stats:
         """Return what became of the children's loads and reports here."""

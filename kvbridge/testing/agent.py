@@ -218,6 +218,43 @@ class Agent:
         self.wait(handle, 60.0)
         return (submitted - start) / (time.perf_counter() - start)
 
+    def time_idle_wait(self, timeout_s: float) -> float:
+        """Return how long a wait took that began when all there was had been polled."""
+        self._pump()
+        start = time.perf_counter()
+        self._transport.wait(timeout_s)
+        return time.perf_counter() - start
+
+    def time_wait_for_end(
+        self,
+        op: Op,
+        peer: int,
+        local: Descriptors,
+        remote: Descriptors,
+        *,
+        pause_s: float,
+        each_s: float,
+    ) -> float:
+        """Submit, let time pass, and return how long it took to wait and poll until the end.
+
+        Args:
+            op: What to do.
+            peer: With whom.
+            local: Pieces here.
+            remote: Pieces there.
+            pause_s: Time that passes before the first wait.
+            each_s: What each wait is given.
+        """
+        handle = self._handles[self.submit(op, peer, local, remote)]
+        time.sleep(pause_s)
+        return self._poller.wait_and_pump(lambda: handle in self._poller.finished, each_s)
+
+    def time_wait_for_notification(self, each_s: float) -> float:
+        """Return how long it took to wait and poll until one more notification has come."""
+        notifications = self._poller.notifications
+        count = len(notifications)
+        return self._poller.wait_and_pump(lambda: len(notifications) > count, each_s)
+
     def transfer_for_ever(
         self, op: Op, peer: int, local: Descriptors, remote: Descriptors, depth: int
     ) -> None:

@@ -72,6 +72,27 @@ class Poller:
         taken, self.notifications = self.notifications, []
         return taken
 
+    def wait_and_pump(self, condition: Callable[[], bool], each_s: float) -> float:
+        """Have the transport wait and poll it, in turns, until something is so.
+
+        Args:
+            condition: That.
+            each_s: What each wait is given.
+
+        Returns:
+            How long it took.
+
+        Raises:
+            HangingError: It is not so when a second wait would have been over, too.
+        """
+        start = time.monotonic()
+        while not condition():
+            if time.monotonic() > start + 2 * each_s:
+                raise HangingError(f"nothing came of waits of {each_s:g} s each")
+            self.transport.wait(each_s)
+            self.pump()
+        return time.monotonic() - start
+
     def _until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
         while not condition():

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from kvbridge.config import Config
+from kvbridge.config import Config, check_timeout
 from kvbridge.errors import NotSupportedError, OutOfBoundsError, TransportError
 from kvbridge.model.memory import Region
 from kvbridge.transport.capabilities import Capabilities
@@ -274,9 +274,14 @@ class Transport(ABC):
         woken sleeps for a moment.
 
         Args:
-            timeout_s: The longest time.
+            timeout_s: The longest time; 0 does not wait.
+
+        Raises:
+            ConfigError: ``timeout_s`` is not between 0 and a day.
+            TransportError: ``poll`` would raise it too.
         """
-        time.sleep(min(timeout_s, DOZE_S))
+        self.check_process()
+        time.sleep(min(self.check_wait(timeout_s), DOZE_S))
 
     @abstractmethod
     def abandon(self, handle: Handle) -> None:
@@ -316,6 +321,14 @@ class Transport(ABC):
                 f"forked child {os.getpid()}; start processes with 'spawn', or open a new "
                 "transport in the child"
             )
+
+    def check_wait(self, timeout_s: float) -> float:
+        """Refuse what is no time to wait for.
+
+        Raises:
+            ConfigError: It is not between 0 and a day.
+        """
+        return check_timeout(timeout_s, "timeout_s of wait()", or_zero=True)
 
     def check_regions(self, regions: Sequence[Region]) -> None:
         """Refuse memory kinds that are not declared.

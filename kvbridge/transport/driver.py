@@ -5,6 +5,7 @@
 """
 
 import contextlib
+import math
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -32,7 +33,13 @@ class Agent(ABC, Generic[PeerT]):
     Arguments were checked, peers are those that :meth:`connect` made and that were not dropped,
     and regions are noted as registered. What ends or arrives is told to the
     :class:`Events` that the agent was made with.
+
+    Attributes:
+        look_every_s: How often a wait has to call :meth:`poll`, where nothing else looks for what
+            has happened, or not at once; 0 where a thread tells it by itself.
     """
+
+    look_every_s: float = 0.0
 
     @property
     def crash(self) -> str:
@@ -223,17 +230,18 @@ class Driver(Transport, Generic[ConfigT, AgentT]):
         agent.notify(mine, bytes(payload))
 
     def poll(self) -> Poll:
-        self.check_process()
-        if self._agent is not None:
-            if not self._closed:
-                self._opened()
-            self._agent.poll()
-        elif not self._closed:
-            raise self._is_not_open()
+        self._look()
         return self._events.take()
 
     def wait(self, timeout_s: float) -> None:
-        self._events.wait(timeout_s)
+        left_s = self.check_wait(timeout_s)
+        until_s = time.monotonic() + left_s
+        look_every_s = self._look()
+        while not self._events.wait(min(left_s, look_every_s)):
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:
+                return
+            self._look()
 
     def abandon(self, handle: Handle) -> None:
         self.check_process()
@@ -246,13 +254,28 @@ class Driver(Transport, Generic[ConfigT, AgentT]):
 
     def close(self, *, timeout_s: float = 5.0) -> tuple[Region, ...]:
         self.check_process()
-        if timeout_s != 0:
-            check_timeout(timeout_s, "timeout_s of close()")
+        check_timeout(timeout_s, "timeout_s of close()", or_zero=True)
         with self._lock:
             self._closed = True
         if self._agent is not None and self._agent.stop(timeout_s):
             self._agent = None
         return self.memory.busy
+
+    def _look(self) -> float:
+        """Have the agent look for what it can tell, and return when it is to do so again.
+
+        Raises:
+            TransportError: There was never an agent, or it does not work.
+        """
+        self.check_process()
+        if self._agent is None:
+            if not self._closed:
+                raise self._is_not_open()
+            return math.inf
+        if not self._closed:
+            self._opened()
+        self._agent.poll()
+        return self._agent.look_every_s or math.inf
 
     def _opened(self) -> AgentT:
         """Return the agent.

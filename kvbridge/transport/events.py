@@ -36,9 +36,9 @@ class Events:
         self._news.clear()  # first: what is told from now on is news, though it is taken here
         return Poll(_drain(self.finished), _drain(self.notifications))
 
-    def wait(self, timeout_s: float) -> None:
-        """Return once something has been told since the last :meth:`take`, or time is over."""
-        self._news.wait(timeout_s)
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until something has been told since the last :meth:`take`; say whether it has."""
+        return self._news.wait(timeout_s)
 
 
 def _drain(items: deque[_Item]) -> tuple[_Item, ...]:

@@ -747,3 +747,15 @@ def test_a_rank_is_busy_while_more_steps_are_needed(engine: Make, several_of_the
     d.step()
     assert busy(d), "it has to say that it needs nothing"
     run([p, d], lambda: p.sent == ["r"] and not (busy(p) or busy(d)))
+
+
+def test_a_rank_that_waits_is_woken_by_what_another_engine_says(engine: Make) -> None:
+    p, d = engine("p", LOCAL), engine("d", LOCAL)
+    params = p.prefill("r", [3], 4)
+    d.load("r", [2], 4, params)
+    run([p, d], lambda: "r" in d.loaded)
+    start = time.monotonic()
+    while p.sent != ["r"]:
+        p.workers[0, 0].wait(10.0)
+        assert time.monotonic() - start < 5
+        p.step()

@@ -73,13 +73,15 @@ def check_refuses(calls: dict[str, Callable[[], object]], why: str) -> None:
 
 def test_what_was_never_opened_refuses_all_and_closes_for_good(kind: type[Transport]) -> None:
     transport = kind()
-    check_refuses(uses(transport) | {"poll": transport.poll}, r"is not open; call open\(\) first")
+    calls = uses(transport) | {"poll": transport.poll, "wait": lambda: transport.wait(0)}
+    check_refuses(calls, r"is not open; call open\(\) first")
     for _ in range(2):
         assert transport.close() == ()
         check_refuses(uses(transport), "is closed; make a new one")
         with pytest.raises(TransportError, match="is closed; make a new one"):
             transport.open(OPTIONS[kind.name])
         assert transport.poll() == Poll()
+        transport.wait(0)
 
 
 def test_an_open_that_failed_may_be_tried_again(kind: type[Transport]) -> None:
@@ -96,6 +98,9 @@ def test_what_has_ended_is_polled_after_close(pair: tuple[Agent, Peer]) -> None:
     here, peer = pair
     handle = here.submit("read", peer, everything(here), everything(here))
     assert here.transport.close() == ()
+    start = time.monotonic()
+    here.transport.wait(60)  # there is something to tell
+    assert time.monotonic() - start < 10
     here.pump()
     assert here.finished[handle].state in (State.DONE, State.FAILED)
     assert here.transport.poll() == Poll()
@@ -119,8 +124,10 @@ def test_a_timeout_is_a_time(timeout_s: Any, pair: tuple[Agent, Peer]) -> None:
     with pytest.raises(ConfigError, match=r"timeout_s of add_peer\(\) .* must be above 0"):
         here.transport.add_peer(b"", [], timeout_s=timeout_s)
     if timeout_s != 0:  # which means not to wait
-        with pytest.raises(ConfigError, match=r"timeout_s of close\(\) .* must be above 0"):
+        with pytest.raises(ConfigError, match=r"timeout_s of close\(\) .* must be at least 0"):
             here.transport.close(timeout_s=timeout_s)
+        with pytest.raises(ConfigError, match=r"timeout_s of wait\(\) .* must be at least 0"):
+            here.transport.wait(timeout_s)
     assert time.monotonic() - start < 1
     assert here.transport.poll() == Poll()  # so it is open still
 

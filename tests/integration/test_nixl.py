@@ -12,7 +12,7 @@ import pytest
 
 from kvbridge.errors import ConfigError, PeerLostError, TransportError
 from kvbridge.transport import Descriptors, Region, State, Transport
-from kvbridge_nixl import NixlTransport, library
+from kvbridge_nixl import NixlTransport, library, worker
 from kvbridge_nixl.card import AgentCard
 from tests.conformance.peer_process import PeerProcess
 from tests.integration.drivers import (
@@ -57,6 +57,21 @@ def agent_of(transport: Transport) -> Any:
 def test_a_process_with_agents_ends_well_and_says_nothing(end: str) -> None:
     ended = run(TWO_AGENTS + end)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+
+
+def test_a_wait_finds_what_the_idle_thread_does_not_look_for(
+    make_agent: MakeAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = make_agent(), make_agent()
+    peer = there.add(here.address_card)
+    monkeypatch.setattr(worker, "SLEEP_IDLE_MAX_S", 60.0)
+    monkeypatch.setattr(worker, "SLEEP_MIN_S", 60.0)
+    time.sleep(0.2)  # the threads sleep now
+    start = time.monotonic()
+    there.transport.notify(peer, b"wake up")
+    here.transport.wait(PATIENCE_S)
+    assert time.monotonic() - start < PATIENCE_S / 2
+    assert [payload for _, payload in here.transport.poll().notifications] == [b"wake up"]
 
 
 def test_importing_the_driver_loads_no_library() -> None:

@@ -3,6 +3,7 @@
 import atexit
 import os
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -12,6 +13,7 @@ from kvbridge.transport import (
     Descriptors,
     Events,
     LocalMemory,
+    Notification,
     Op,
     Peer,
     Poll,
@@ -141,6 +143,51 @@ class PollWaits(Mutant):
     def poll(self) -> Poll:
         threading.Event().wait(0.2)
         return super().poll()
+
+
+class SleepsThroughIt(Mutant):
+    """A wait takes its whole time, whatever happens."""
+
+    killed_by = "CONC-07"
+    says = "of a wait of 4 s for a read"
+
+    def wait(self, timeout_s: float) -> None:
+        time.sleep(timeout_s)
+
+
+class HearsNothingInItsSleep(Mutant):
+    """The end of an operation ends a wait, a notification does not."""
+
+    killed_by = "CONC-07"
+    says = "of a wait of 4 s for a notification"
+
+    def open(self, config: Mapping[str, Any] | TransportConfig | None = None) -> None:
+        self._events.heard = self._hear  # type: ignore[method-assign]
+        super().open(config)
+
+    def _hear(self, sender: str, payload: bytes) -> None:
+        self._events.notifications.append(Notification(sender, payload))
+
+
+class WaitsForTheNextOne(Mutant):
+    """What has ended when a wait begins does not end it."""
+
+    killed_by = "CONC-07"
+    says = "of a wait of 4 s for a read"
+
+    def wait(self, timeout_s: float) -> None:
+        self._events._news.clear()
+        super().wait(timeout_s)
+
+
+class WaitsUntilThereIsSomething(Mutant):
+    """A wait ends when something happens, and not before."""
+
+    killed_by = "CONC-07"
+    says = "'time_idle_wait' did not return"
+
+    def wait(self, timeout_s: float) -> None:
+        self._events._news.wait()
 
 
 class _NothingIsBusy(LocalMemory):

@@ -1,6 +1,7 @@
 """A MultiConnector and its children: what is refused when it is built, and what stays apart."""
 
 import itertools
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -42,6 +43,7 @@ class Child(Connector):
         self.tokens = tokens
         self.saves = True
         self.stands_by = True
+        self.is_busy = False
         self.reports: list[WorkerReport] = []
         self.raising: set[str] = set()
         self.told: list[tuple[Any, ...]] = []
@@ -100,6 +102,13 @@ class Child(Connector):
 
     def start_standby(self, load: object, *, timeout_s: float) -> None:
         self._say("start_standby", load, timeout_s)
+
+    @property
+    def busy(self) -> bool:
+        return self.is_busy
+
+    def wait(self, timeout_s: float) -> None:
+        self._say("wait", timeout_s)
 
     def drop_standby(self, load: object) -> None:
         self._say("drop_standby", load)
@@ -411,6 +420,33 @@ def test_a_child_that_raises_is_left_alone_for_a_growing_while_and_the_others_go
     both.a.reports.append(WorkerReport(sent=frozenset({"x"})))
     both.multi.get_finished()
     assert not both.multi.worker_half.isolation["a"].is_quarantined
+
+
+def test_children_that_have_something_to_do_are_waited_for_and_share_the_time() -> None:
+    children = {name: Child() for name in "abc"}
+    multi = MultiConnector(children)
+    children["a"].is_busy = children["c"].is_busy = True
+    multi.wait(0.5)
+    assert {name: child.told for name, child in children.items()} == {
+        "a": [("wait", 0.25)],
+        "b": [],
+        "c": [("wait", 0.25)],
+    }
+
+
+def test_a_child_that_raises_in_its_wait_is_left_alone_and_time_passes_all_the_same() -> None:
+    both = Both()
+    both.a.is_busy = both.b.is_busy = True
+    both.a.raising.add("wait")
+    both.multi.wait(0.5)
+    assert both.b.told == [("wait", 0.25)]
+    both.multi.wait(0.5)
+    assert both.b.told[1:] == [("wait", 0.5)]
+    assert both.multi.worker_half.isolation["a"].errors == 1
+    both.b.is_busy = False
+    start = time.monotonic()
+    both.multi.wait(0.05)  # who is not waited for would be asked again and again
+    assert time.monotonic() - start >= 0.05
 
 
 def test_a_scheduler_child_that_raises_costs_nothing_but_itself() -> None:

@@ -170,6 +170,31 @@ def test_a_delayed_operation_is_busy_until_it_is_reported(make_pair: Callable[..
     pair.wrapped.unregister([pair.memory.region])
 
 
+def test_what_is_late_is_not_slept_over(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair(Faults(operations=(Fault(what="delay", at=(0,), delay_s=5),)))
+    late = pair.read(pair.add())
+    assert pair.poll_for() == []
+    start = time.monotonic()
+    pair.wrapped.wait(20)  # nobody tells it that it is time
+    assert time.monotonic() - start < 5
+    pair.clock.now_s = 5.0
+    assert [end.handle for end in pair.wrapped.poll().finished] == [late]
+    with pytest.raises(ConfigError, match=r"timeout_s of wait\(\)"):
+        pair.wrapped.wait(-1)
+
+
+def test_a_recorder_waits_as_what_it_records(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair(kind=RecordingTransport)
+    start = time.monotonic()
+    pair.wrapped.wait(0.2)
+    assert time.monotonic() - start >= 0.19
+    pair.read(pair.add())
+    start = time.monotonic()
+    pair.wrapped.wait(20)
+    assert time.monotonic() - start < 5
+    assert len(pair.wrapped.poll().finished) == 1
+
+
 def test_reordered_operations(make_pair: Callable[..., Pair]) -> None:
     pair = make_pair(Faults(operations=(Fault(what="reorder", at=(0, 3), delay_s=5),)))
     peer = pair.add()

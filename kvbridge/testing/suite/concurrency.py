@@ -19,6 +19,8 @@ BOTH = ("processes", "threads")
 
 # How long a silent peer is waited for, and how long all others may take meanwhile.
 SILENT_S, OTHERS_S = 10.0, 5.0
+# Waits for nothing and for something, and how late they may end.
+IDLE_S, WAIT_S, LATE_S = 0.2, 4.0, 1.0
 
 
 class ConcurrencyRules:
@@ -170,6 +172,36 @@ class ConcurrencyRules:
         with suppress(PeerLostError):  # it may be given up, if only it can be added again
             agent.drop_peer(adding.result(SILENT_S + GRACE_S))
         check_peering_at_once(bench, agent, [*others, silent], standing)
+
+    @rule(
+        "CONC-07",
+        "wait returns once an operation has ended or a notification has come, be it before the "
+        "wait began, and by its time when nothing happens.",
+        placements=BOTH,
+    )
+    def test_wait(self, bench: Bench) -> None:
+        here, there, peer = bench.here, bench.there, bench.peer
+        for timeout_s in (0.0, IDLE_S):
+            waiting = here.start("time_idle_wait", timeout_s)
+            took = waiting.result(timeout_s + LATE_S + GRACE_S)
+            expect_at_most(f"seconds of a wait of {timeout_s:g} s", took, timeout_s + LATE_S)
+        nbytes = bench.fit(64 << 10)
+        pieces = here.pieces([(0, nbytes)]), there.pieces([(0, nbytes)])
+        for op in bench.declared_ops():
+            for pause_s in [0.0, 0.05] * bench.rounds(3, 30):
+                took = here.call(
+                    "time_wait_for_end", op, peer.id, *pieces, pause_s=pause_s, each_s=WAIT_S
+                )
+                expect_at_most(f"seconds of a wait of {WAIT_S:g} s for a {op}", took, LATE_S)
+        if not bench.can.notify:
+            return
+        for _ in range(bench.rounds(3, 30)):
+            waiting = there.start("time_wait_for_notification", WAIT_S)
+            time.sleep(0.05)
+            here.notify(peer, b"wake up")
+            took = waiting.result(2 * WAIT_S + GRACE_S)
+            expect_at_most(f"seconds of a wait of {WAIT_S:g} s for a notification", took, LATE_S)
+            there.notifications(1)
 
 
 def check_peering_at_once(

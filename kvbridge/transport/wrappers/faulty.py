@@ -12,6 +12,7 @@ from kvbridge.config import parse_config
 from kvbridge.errors import PeerLostError, TransportError
 from kvbridge.model.memory import Region
 from kvbridge.transport.base import (
+    DOZE_S,
     Finished,
     Handle,
     Notification,
@@ -139,6 +140,10 @@ class FaultyTransport(TransportWrapper):
             [(n, self._notification_dice.throw()) for n in notifications], now_s
         )
         return Poll(tuple(ended), tuple(heard))
+
+    def wait(self, timeout_s: float) -> None:
+        # What is held back here comes at times of which the transport inside knows nothing.
+        self.inner.wait(min(self.check_wait(timeout_s), DOZE_S))
 
     def abandon(self, handle: Handle) -> None:
         self.inner.abandon(handle.inside if isinstance(handle, _FailingHandle) else handle)
