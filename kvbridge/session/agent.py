@@ -684,12 +684,15 @@ class RankAgent:
         self._portions.close()
         self._leases.revoke_all()  # whoever still reads shall not take it for a success
         # Others may still write there, for all we know.
-        written = self._local.cache.regions if len(self._wants) else ()
+        written: tuple[Region, ...] = ()
+        if len(self._wants):
+            written = (*self._local.cache.regions, *self._staging.regions)
         self._pairings.disconnect_all()
         busy = self._transport.close(timeout_s=timeout_s)
+        busy = (*busy, *(region for region in written if region not in busy))
         self._staging.close(busy)
         self._packed.close(busy)
-        return (*busy, *(region for region in written if region not in busy))
+        return busy
 
     def peer_named(self, agent: str) -> Peer | None:
         """Return a connected rank by the name of its agent."""
