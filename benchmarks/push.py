@@ -6,6 +6,9 @@ The ways take turns, each first in some runs; a ratio above 1 means that push is
 
 Native reads are measured twice: as they are here, and with UCX's own segments of 8 KiB, which is
 what whoever sets nothing gets. KVBridge sets 64 KiB, which helps reads over TCP and not writes.
+
+With ``--apart`` the two engines keep their cells in other orders, so that only single cells are the
+same: push packs them, reads are staged, and both are measured without that, too.
 """
 
 import argparse
@@ -15,7 +18,7 @@ import os
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,30 +38,52 @@ from kvbridge.model import (
 
 WAIT_S, STEP_S = 60.0, 1e-3
 TOKENS, HEADS = 16, 4
+AXES, OTHER_AXES = "BKNHC", "BKHNC"
 BLOCKS = (16 << 10, 64 << 10, 256 << 10, 1 << 20)
 SEGMENTS = ("UCX_TCP_TX_SEG_SIZE", "UCX_TCP_RX_SEG_SIZE")
-WAYS: dict[str, dict[str, Any]] = {
-    "reads of UCX": {"direction": "pull", "options": {"read_mode": "native"}},
-    "native reads": {"direction": "pull", "options": {"read_mode": "native"}},
-    "served reads": {"direction": "pull", "options": {"read_mode": "served"}},
-    "push": {"direction": "push", "options": {"read_mode": "native"}},
+NATIVE, SERVED = {"read_mode": "native"}, {"read_mode": "served"}
+ALIKE: dict[str, dict[str, Any]] = {
+    "reads of UCX": {"direction": "pull", "options": NATIVE},
+    "native reads": {"direction": "pull", "options": NATIVE},
+    "served reads": {"direction": "pull", "options": SERVED},
+    "push": {"direction": "push", "options": NATIVE},
 }
-PAIRS = (("reads of UCX",), ("native reads", "served reads", "push"))
-"""Which ways share two processes: settings of UCX hold for a whole one."""
-OTHERS = tuple(way for way in WAYS if way != "push")
+APART: dict[str, dict[str, Any]] = {
+    "reads of cells": {"direction": "pull", "options": NATIVE, "staging_nbytes": 0},
+    "staged reads": {"direction": "pull", "options": SERVED},
+    "push of cells": {"direction": "push", "options": NATIVE, "staging_nbytes": 0},
+    "push": {"direction": "push", "options": NATIVE},
+}
+WAYS = {**ALIKE, **APART}
+
+
+class Case(NamedTuple):
+    """What is measured.
+
+    Attributes:
+        transport: What moves the bytes.
+        block_nbytes: Size of a block.
+        blocks: How many there are.
+        axes: How the giving engine keeps its cells; the other one does so in ``AXES``.
+    """
+
+    transport: str
+    block_nbytes: int
+    blocks: int
+    axes: str
 
 
 class Engine:
     """One rank, with a cache of blocks of some size."""
 
-    def __init__(
-        self, engine_id: str, config: dict[str, Any], block_nbytes: int, count: int
-    ) -> None:
+    def __init__(self, engine_id: str, config: dict[str, Any], case: Case, axes: str) -> None:
         """Register the cache, and serve its metadata."""
-        content = block_nbytes // (2 * TOKENS * HEADS * 4)
-        self.memory: NDArray[np.float32] = np.zeros((count, 2, TOKENS, HEADS, content), np.float32)
+        content = case.block_nbytes // (2 * TOKENS * HEADS * 4)
+        size = dict(zip(AXES, (case.blocks, 2, TOKENS, HEADS, content), strict=True))
+        array = np.zeros([size[axis] for axis in axes], np.float32)
+        self.memory: NDArray[np.float32] = array.transpose([axes.index(axis) for axis in AXES])
         layer = attention_layer(
-            self.memory, axes="BKNHC", layer=0, name="layer", unit_start=0, unit_total=HEADS
+            self.memory, axes=AXES, layer=0, name="layer", unit_start=0, unit_total=HEADS
         )
         cache = RankCache(
             engine_id,
@@ -66,7 +91,7 @@ class Engine:
             0,
             (layer,),
             (CacheGroup("attention", TOKENS),),
-            (memory_region(self.memory),),
+            (memory_region(array),),
         )
         topology = TransferTopology(
             tp_rank=0,
@@ -126,7 +151,7 @@ def config_of(transport: str, way: str) -> dict[str, Any]:
     options = dict(WAYS[way]["options"])
     if transport == "ucx":
         options["tls"] = "tcp"
-    return {"transport": transport, "direction": WAYS[way]["direction"], "options": options}
+    return {**WAYS[way], "transport": transport, "options": options}
 
 
 def set_up(ways: Sequence[str]) -> None:
@@ -136,20 +161,18 @@ def set_up(ways: Sequence[str]) -> None:
         os.environ.update(dict.fromkeys(SEGMENTS, "8k"))
 
 
-def give(
-    pipe: Connection, ways: Sequence[str], transport: str, block_nbytes: int, count: int
-) -> None:
+def give(pipe: Connection, ways: Sequence[str], case: Case) -> None:
     """Be the engines that have the blocks, whatever way they are loaded."""
     set_up(ways)
     engines = {
         # What pulls elsewhere is given to here by an engine that would push, too.
         way: Engine(
-            f"p {way}", {**config_of(transport, way), "direction": "auto"}, block_nbytes, count
+            f"p {way}", {**config_of(case.transport, way), "direction": "auto"}, case, case.axes
         )
         for way in ways
     }
     for engine in engines.values():
-        engine.memory[:] = np.arange(count, dtype=np.float32)[:, None, None, None, None]
+        engine.memory[:] = np.arange(case.blocks, dtype=np.float32)[:, None, None, None, None]
     pipe.send("ready")
     way = ways[0]
     while True:
@@ -166,24 +189,20 @@ def give(
         engine.close()
 
 
-def take(
-    pipe: Connection, ways: Sequence[str], transport: str, block_nbytes: int, count: int
-) -> None:
+def take(pipe: Connection, ways: Sequence[str], case: Case) -> None:
     """Be the engines that load, one load for each way that is asked for; say how long it took."""
     set_up(ways)
     here, there = multiprocessing.Pipe()
-    where = (there, ways, transport, block_nbytes, count)
-    process = multiprocessing.get_context("spawn").Process(target=give, args=where)
+    context = multiprocessing.get_context("spawn")
+    process = context.Process(target=give, args=(there, ways, case))
     process.start()
     here.recv()
-    engines = {
-        way: Engine(f"d {way}", config_of(transport, way), block_nbytes, count) for way in ways
-    }
+    engines = {way: Engine(f"d {way}", config_of(case.transport, way), case, AXES) for way in ways}
     pipe.send("ready")
     rng = np.random.default_rng(1)
     while (asked := pipe.recv()) is not None:
         way, request_id = asked
-        theirs, ours = (rng.permutation(count).tolist() for _ in range(2))
+        theirs, ours = (rng.permutation(case.blocks).tolist() for _ in range(2))
         here.send((way, request_id, theirs))
         took_s = engines[way].load(request_id, ours, here.recv())
         memory = engines[way].memory
@@ -197,23 +216,23 @@ def take(
     process.join(10)
 
 
-def measure(transport: str, block_nbytes: int, nbytes: int, runs: int) -> dict[str, list[float]]:
+def measure(case: Case, ways: Sequence[str], runs: int) -> dict[str, list[float]]:
     """Return how long the loads of each way took."""
     context = multiprocessing.get_context("spawn")
     pipes: dict[str, Connection] = {}
     processes = []
-    for ways in PAIRS:
+    alone = [way for way in ways if way == "reads of UCX"]  # settings hold for a whole process
+    for together in filter(None, (alone, [way for way in ways if way not in alone])):
         here, there = context.Pipe()
-        where = (there, ways, transport, block_nbytes, nbytes // block_nbytes)
-        process = context.Process(target=take, args=where)
+        process = context.Process(target=take, args=(there, together, case))
         process.start()
         processes.append((process, here))
         here.recv()
-        pipes |= dict.fromkeys(ways, here)
-    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+        pipes |= dict.fromkeys(together, here)
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
     for run in range(-1, runs):  # the first one meets, and does not count
-        first = run % len(WAYS)
-        for way in [*WAYS][first:] + [*WAYS][:first]:
+        first = run % len(ways)
+        for way in [*ways[first:], *ways[:first]]:
             pipes[way].send((way, f"{run}"))
             took_s = pipes[way].recv()
             if run >= 0:
@@ -230,18 +249,23 @@ def main() -> None:
     parser.add_argument("--transports", nargs="*", default=["nixl", "ucx"])
     parser.add_argument("--runs", type=int, default=12)
     parser.add_argument("--mib", type=int, default=32, help="of each load")
+    parser.add_argument("--apart", action="store_true", help="engines with other layouts")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    ways = list(APART if options.apart else ALIKE)
+    others = [way for way in ways if way != "push"]
     found: list[dict[str, Any]] = []
     for transport in options.transports:
         for block_nbytes in BLOCKS:
             nbytes = options.mib << 20
-            seconds = measure(transport, block_nbytes, nbytes, options.runs)
+            axes = OTHER_AXES if options.apart else AXES
+            case = Case(transport, block_nbytes, nbytes // block_nbytes, axes)
+            seconds = measure(case, ways, options.runs)
             ratios: dict[str, Quartiles] = {
                 way: quartiles([a / b for a, b in zip(seconds[way], seconds["push"], strict=True)])
-                for way in OTHERS
+                for way in others
             }
-            gbps = {way: nbytes / quartiles(seconds[way]).median / 1e9 for way in WAYS}
+            gbps = {way: nbytes / quartiles(seconds[way]).median / 1e9 for way in ways}
             found.append(
                 {
                     "transport": transport,
@@ -256,17 +280,17 @@ def main() -> None:
     table = Table(
         "transport",
         "block",
-        *(f"{way}, GB/s" for way in WAYS),
-        *(f"push / {way}" for way in OTHERS),
+        *(f"{way}, GB/s" for way in ways),
+        *(f"push / {way}" for way in others),
     )
     for each in found:
         table.add_row(
             each["transport"],
             f"{each['block_nbytes'] >> 10} KiB",
-            *(f"{each['gb_per_s'][way]:.2f}" for way in WAYS),
+            *(f"{each['gb_per_s'][way]:.2f}" for way in ways),
             *(
                 f"{q[1]:.2f} ({q[0]:.2f}-{q[2]:.2f})"
-                for q in (each["push_against"][way] for way in OTHERS)
+                for q in (each["push_against"][way] for way in others)
             ),
         )
     Console(width=160).print(table)

@@ -26,11 +26,10 @@ def choose_way(
     """Return whether to read, or to have it written; None while the other engine is being asked.
 
     Writing is chosen where it is asked for, where the transport cannot read, or says that writing
-    is faster or safer, as over TCP. What the transport prefers is outweighed where reading is
-    staged, unless that engine packs what it writes: it would have to write every cell by itself,
-    and the plan is staged only because it counts fewer copies and bytes that way, the rearrangement
-    included. That a transport prefers to write is no reason against it: reads that are not safe by
-    themselves are served by writes.
+    is faster or safer, as over TCP. What the transport prefers is outweighed where whole pages are
+    read, because the plan counts fewer copies and bytes that way, the rearrangement included: that
+    engine would have to write every cell by itself, or to pack them. That a transport prefers to
+    write is no reason against it: reads that are not safe by themselves are served by writes.
 
     Args:
         agent: The rank that loads.
@@ -48,8 +47,7 @@ def choose_way(
     can = [peer.capabilities for peer in session.peers.values()]
     must_push = direction == "push" or is_expected or not can_read(session)
     prefers_push = any(each.preferred_direction == "write" for each in can)
-    is_staged = agent.stages(session.engine_id) and not agent.packs(session.engine_id)
-    prefers_push = prefers_push and not is_staged
+    prefers_push = prefers_push and not agent.stages(session.engine_id)
     if not is_expected and (direction == "pull" or not (must_push or prefers_push)):
         return "pull"
     why = (

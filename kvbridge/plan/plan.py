@@ -94,6 +94,14 @@ class EngineTransferPlan:
             return self.options.strategy == "staged"
         return cost_packed(self).total < costs_of(self)[0].total
 
+    @cached_property
+    def is_packed_rather_than_staged(self) -> bool:
+        """Whether having it packed takes less than reading whole pages.
+
+        Pages hold what other ranks need, too; but only one side has to rearrange anything.
+        """
+        return cost_packed(self).total < costs_of(self)[1].total
+
     def check(self) -> None:
         """Prove that the plan covers exactly what it must.
 

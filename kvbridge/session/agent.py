@@ -446,7 +446,9 @@ class RankAgent:
         transfer.reads_instead = reads_instead
         portion = Portion(local_tables, start_token, end_token, lease)
         transfer.check = check_of(self._local, transfer, check, address, portion)
-        if remote_tables is not None and lease is not None and self.packs(engine_id):
+        # Without a lease nothing tells parts of one request from those of another.
+        may_pack = session.packs_nbytes and self._staging.regions and lease is not None
+        if may_pack and remote_tables is not None:
             find = partial(self._packed_parts, transfer, address, portion, remote_tables)
             self._portions.start_later(transfer, find, "finding what is to be packed")
             self._live.add(transfer)
@@ -653,20 +655,13 @@ class RankAgent:
         return self._live.quarantined
 
     def stages(self, engine_id: str) -> bool:
-        """Whether what this rank reads from a remote engine is staged.
+        """Whether it takes less to read whole pages of a remote engine than what it would write.
 
         Raises:
             UnknownEngineError: The engine is not connected.
         """
-        return self._portions.are_possible(self._pairings.session(engine_id))
-
-    def packs(self, engine_id: str) -> bool:
-        """Whether what a remote engine writes here is packed by it.
-
-        Raises:
-            UnknownEngineError: The engine is not connected.
-        """
-        return bool(self._pairings.session(engine_id).packs_nbytes and self._staging.regions)
+        session = self._pairings.session(engine_id)
+        return session.is_read_rather and self._portions.are_possible(session)
 
     @property
     def staged_nbytes(self) -> int:
