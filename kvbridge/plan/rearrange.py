@@ -12,6 +12,9 @@ from kvbridge.errors import PlanError
 from kvbridge.model import view_of
 from kvbridge.plan.values import Int64Array, UInt64Array
 
+BETWEEN_NBYTES = 256 << 10
+"""Rows that are scattered on both sides go through so much memory, which a cache holds."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rearrangement:
@@ -124,14 +127,45 @@ def _assign(
     if not width:
         return  # a single empty piece at the start of both
     counts = nbytes // width
-    # Row j of a piece lies j rows after its first: number the rows of all pieces through.
-    row = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    from_row = np.repeat(here // width, counts) + row
-    to_row = np.repeat(there // width, counts) + row
+    from_row, to_row = here // width, there // width
+    if (counts != 1).any():
+        # Row j of a piece lies j rows after its first: number the rows of all pieces through.
+        row = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        from_row = np.repeat(from_row, counts) + row
+        to_row = np.repeat(to_row, counts) + row
     rows = source.rows(width)
     if isinstance(rows, np.ndarray):
-        target.rows(width)[to_row] = rows[from_row]
+        _copy_rows(rows, from_row, target.rows(width), to_row)
         return
     int64 = rows[:0].long().dtype
     taken = rows.index_select(0, rows.new_tensor(from_row, dtype=int64))
     target.rows(width).index_copy_(0, rows.new_tensor(to_row, dtype=int64), taken)
+
+
+def _copy_rows(
+    source: NDArray[Any], from_row: Int64Array, target: NDArray[Any], to_row: Int64Array
+) -> None:
+    """Copy rows in numpy, without an array for all of them in between."""
+    if np.may_share_memory(source, target):
+        target[to_row] = source[from_row]  # none is written before all have been read
+        return
+    count = from_row.size
+    if not count:
+        return
+    if _is_run(from_row):
+        target[to_row] = source[from_row[0] : from_row[0] + count]
+    elif _is_run(to_row):
+        # All rows are known to exist; looking for that once more would need a copy.
+        np.take(source, from_row, out=target[to_row[0] : to_row[0] + count], mode="clip")
+    else:
+        step = max(BETWEEN_NBYTES // source.itemsize, 1)
+        between = np.empty(min(step, count), source.dtype)
+        for first in range(0, count, step):
+            taken = between[: count - first]
+            np.take(source, from_row[first : first + step], out=taken, mode="clip")
+            target[to_row[first : first + step]] = taken
+
+
+def _is_run(rows: Int64Array) -> bool:
+    """Whether rows, of which there are some, lie one after the other."""
+    return bool(rows[-1] - rows[0] == rows.size - 1 and (np.diff(rows) == 1).all())

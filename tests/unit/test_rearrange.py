@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvbridge.errors import PlanError
-from kvbridge.plan import Rearrangement
+from kvbridge.plan import Rearrangement, rearrange
 
 Bytes = NDArray[np.uint8]
 LIBRARIES: dict[str, Callable[[Bytes], Any]] = {
@@ -91,6 +91,30 @@ def test_pieces_of_several_buffers_find_theirs(library: str) -> None:
     ]
     assert (targets[2][16:24] == 1).all()
     assert whole.total_nbytes == 24
+
+
+ORDERS = ("from one run", "into one run", "from and into anywhere")
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_more_rows_than_go_through_at_once(order: str) -> None:
+    width, count = 64, 3 * rearrange.BETWEEN_NBYTES // 64 + 5
+    rng = np.random.default_rng(3)
+    source = rng.integers(0, 255, width * count, np.uint8)
+    target = np.zeros(width * count, np.uint8)
+    there = np.arange(count) if order == ORDERS[1] else rng.permutation(count)
+    here = np.arange(count) if order == ORDERS[0] else rng.permutation(count)
+    pieces = np.stack([here * width, there * width, np.full(count, width)], axis=1)
+    rearrangement(source, target, pieces.tolist()).apply([source], [target])
+    rows = source.reshape(count, width)
+    assert (target.reshape(count, width)[there] == rows[here]).all()
+
+
+def test_a_buffer_is_rearranged_within_itself() -> None:
+    memory = np.arange(32, dtype=np.uint8)
+    pieces = [(0, 8, 8), (8, 0, 8), (16, 24, 8), (24, 16, 8)]
+    rearrangement(memory, memory, pieces).apply([memory], [memory])
+    assert memory.tolist() == [*range(8, 16), *range(8), *range(24, 32), *range(16, 24)]
 
 
 def test_nothing_is_rearranged_at_all() -> None:
