@@ -16,6 +16,7 @@ from multiprocessing.connection import Client, Connection
 from typing import Any
 
 import torch
+from prometheus_client import REGISTRY
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
 
@@ -117,6 +118,15 @@ class Engine:
             if value is not None:
                 values[metric.name] = values.get(metric.name, 0) + value
         return values
+
+    def counted(self, name: str, labels: dict[str, str]) -> float:
+        """Return what Prometheus sees of a series of ours, in all rows with these labels."""
+        samples = (sample for metric in REGISTRY.collect() for sample in metric.samples)
+        return sum(
+            each.value
+            for each in samples
+            if each.name == name and labels.items() <= each.labels.items()
+        )
 
     def reset(self) -> None:
         """Forget what is cached of earlier prompts."""

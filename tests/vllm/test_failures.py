@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvbridge.connector.series import TRANSFER_BYTES
 from tests.vllm.conftest import Pair, Start
 from tests.vllm.engines import WANTED, Engine, disaggregated, prompt_of, transfer_config
 from tests.vllm.test_tokens import answers_alone, external_tokens
@@ -35,6 +36,11 @@ def all_blocks_come_back(engine: Engine, free: int) -> None:
     while engine.call("idle", seconds=0.2):
         assert time.monotonic() < end_s, engine.call("known")
     assert engine.call("free_blocks") == free
+
+
+def bytes_loaded(engine: Engine) -> float:
+    """Return how many bytes have come to an engine."""
+    return float(engine.call("counted", name=f"{TRANSFER_BYTES.name}_sum", labels={}))
 
 
 def test_a_request_is_aborted_while_it_is_loaded(pair: Pair) -> None:
@@ -78,25 +84,31 @@ def test_the_prefill_engine_is_killed(pair: Pair, policy: str) -> None:
     all_blocks_come_back(decode, free)
 
 
+@pytest.mark.parametrize("have_met", [True, False])
 def test_the_prefill_engine_comes_back_behind_the_same_port(
-    pair: Pair, start: Start, free_port: int
+    start: Start, free_port: int, have_met: bool
 ) -> None:
     extra = {**QUICK, "handshake": {"timeout_s": 2.0, "port": free_port}}
-    first = start(transfer=transfer_config("kv_producer", extra))
+    # One name for both, as where it is configured: only that it began anew tells them apart.
+    same = transfer_config("kv_producer", extra, engine_id="prefill")
+    first = start(transfer=same)
     decode = start(
         transfer=transfer_config("kv_consumer", QUICK, kv_load_failure_policy="recompute")
     ).ready()
     alone = answers_alone(decode, [N, N + 1, N + 2])
     first.ready()
-    _, answer = disaggregated(first, decode, prompt_of(N))
-    assert answer["tokens"] == alone[N]
+    if have_met:
+        _, answer = disaggregated(first, decode, prompt_of(N))
+        assert answer["tokens"] == alone[N]
     old = first.generate(prompt_of(N + 1), 1, WANTED)["params"]
     first.kill()
-    second = start(transfer=transfer_config("kv_producer", extra)).ready()
+    second = start(transfer=same).ready()
     second.generate(prompt_of(N + 3), 1, WANTED)  # other bytes where the old ones were
     before = external_tokens(decode)
     answer = decode.generate(prompt_of(N + 1), 8, old)
     assert answer["tokens"] == alone[N + 1], "what the old engine promised was read from the new"
+    if not have_met:
+        assert "has restarted" in decode.tail()
     _, answer = disaggregated(second, decode, prompt_of(N + 2))
     assert answer["tokens"] == alone[N + 2]
     assert external_tokens(decode) - before >= N + 1
@@ -124,10 +136,11 @@ def test_what_decode_has_cached_does_not_move(pair: Pair) -> None:
     alone = decode.generate(prompt)["tokens"]
     decode.call("reset")
     disaggregated(prefill, decode, prompt[: 128 + 20])  # its first block stays cached here
-    before = external_tokens(decode)
+    before, two_blocks = external_tokens(decode), bytes_loaded(decode)
     _, answer = disaggregated(prefill, decode, prompt)
     assert answer["tokens"] == alone
     assert external_tokens(decode) - before == len(prompt) - 1 - 128
+    assert bytes_loaded(decode) - two_blocks == pytest.approx(two_blocks)  # of its three
 
 
 def test_prompts_that_prefill_computes_in_chunks(pair: Pair) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from kvbridge.connector.series import TRANSFERS
 from tests.vllm.conftest import Pair
 from tests.vllm.engines import Engine, disaggregated, prompt_of
 
@@ -33,6 +34,12 @@ def external_tokens(engine: Engine) -> float:
     return float(engine.call("metrics")["vllm:external_prefix_cache_hits"])
 
 
+def loads_by(engine: Engine, direction: str) -> float:
+    """Return how many requests have come to an engine in a direction, as our metrics call it."""
+    labels = {"direction": direction, "outcome": "ok"}
+    return float(engine.call("counted", name=TRANSFERS.name, labels=labels))
+
+
 @pytest.mark.parametrize(("transport", "way"), WAYS)
 def test_two_engines_answer_as_one_does(pair: Pair, transport: str, way: str) -> None:
     lengths = FEW if way == "auto" else FIFTY
@@ -48,4 +55,8 @@ def test_two_engines_answer_as_one_does(pair: Pair, transport: str, way: str) ->
     assert not wrong
     # All but the last token, which has to be computed for what comes out of it.
     assert external_tokens(decode) - before == sum(n - 1 for n in lengths)
+    loads = {direction: loads_by(decode, direction) for direction in ("read", "write")}
+    assert sum(loads.values()) == sum(n > 1 for n in lengths)
+    if way != "auto":
+        assert loads["write" if way == "pull" else "read"] == 0
     assert prefill.call("idle", seconds=0.5) == 0, "blocks are kept though all has been read"
