@@ -6,6 +6,8 @@ from concurrent.futures import Executor, Future
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
+from msgspec.structs import replace
+
 from kvbridge.config import check_timeout
 from kvbridge.errors import MemoryBusyError
 from kvbridge.handshake import EngineAddress, HandshakeMetadata
@@ -476,9 +478,10 @@ class RankAgent:
         session, tokens = transfer.session, (portion.start_token, portion.end_token)
         most_nbytes = min(session.packs_nbytes, self._portions.aim_nbytes)
 
+        whole = want_of(self._local, 0, transfer, address, portion)
+
         def want(packed: Packed) -> Want:
-            number = self._wants.number()
-            return want_of(self._local, number, transfer, address, portion, packed)
+            return replace(whole, number=self._wants.number(), packed=packed)
 
         found = streams_of(session.plan, portion.tables, remote_tables, *tokens)
         return [
@@ -666,7 +669,8 @@ class RankAgent:
         Raises:
             UnknownEngineError: The engine is not connected.
         """
-        return bool(self._pairings.session(engine_id).packs_nbytes and self._staging.regions)
+        session = self._pairings.session(engine_id)
+        return bool(self._takes and self._staging.regions and session.packs_nbytes)
 
     @property
     def staged_nbytes(self) -> int:
@@ -684,10 +688,12 @@ class RankAgent:
         self._portions.close()
         self._leases.revoke_all()  # whoever still reads shall not take it for a success
         # Others may still write there, for all we know.
-        written = self._local.cache.regions if len(self._wants) else ()
+        asked = len(self._wants) > 0
+        written = self._local.cache.regions if asked else ()
+        packed = self._staging.regions if asked else ()
         self._pairings.disconnect_all()
         busy = self._transport.close(timeout_s=timeout_s)
-        self._staging.close(busy)
+        self._staging.close((*busy, *packed))
         self._packed.close(busy)
         return (*busy, *(region for region in written if region not in busy))
 

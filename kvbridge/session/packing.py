@@ -253,10 +253,11 @@ class Packing:
         tokens = (want.start_token, want.end_token)
         start = (session.engine_id, session.incarnation, session.generation)
         key = (*start, want.request_id, ready.attempt, want.rank, *tokens, want.blocks)
-        if key not in self._streams:
-            plan = session.plan_to("write")
-            found = streams_of(plan, ready.tables, tables_of(want.blocks), *tokens)
-            self._streams[key] = found.get(want.rank)
-            while len(self._streams) > STREAMS_KEPT:
-                self._streams.popitem(last=False)
-        return self._streams[key]
+        if key in self._streams:
+            return self._streams[key]
+        plan = session.plan_to("write")
+        found = streams_of(plan, ready.tables, tables_of(want.blocks), *tokens).get(want.rank)
+        self._streams[key] = found
+        while len(self._streams) > STREAMS_KEPT:
+            self._streams.popitem(last=False)
+        return found
