@@ -81,6 +81,10 @@ FOUND = {
     "gives_staging_back_before_its_read_is_quiet": (277, 100),
     "calls_a_load_quiet_that_is_being_arranged": (7, 60),
     "arranges_what_is_not_all_here": (7, 100),
+    "gives_staging_back_before_its_write_is_answered": (61, 100),
+    "packs_into_what_is_still_being_written": (0, 60),
+    "writes_what_was_withdrawn_while_it_was_packed": (0, 60),
+    "frees_what_it_is_packing": (0, 60),
 }
 """A seed of so many requests that finds each bug. Another order of events needs other seeds."""
 
