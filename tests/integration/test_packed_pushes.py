@@ -427,13 +427,14 @@ def producer(config: dict[str, Any]) -> Iterator["subprocess.Popen[str]"]:
 
 
 @pytest.mark.multi_process
-@pytest.mark.usefixtures("one_part")
-def test_staging_comes_back_when_its_writer_was_killed_and_others_go_on(engine: Make) -> None:
+def test_staging_comes_back_when_its_writer_was_killed_and_others_go_on(
+    engine: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of two parts, a layer each, one has been written, and the other is on its way."""
+    monkeypatch.setattr(portions, "SHARE", 2)
     options = {"inner": LOCAL, "operations": [{"what": "drop", "at": [1]}]}
     hangs = {"name": "local", "transport": "faulty", "options": options}
-    d = engine("d", {**PUSH, "staging_nbytes": BLOCK, "timeout_s": 2.0})
-    agent = agent_of(d)
+    d = engine("d", {**PUSH, "staging_nbytes": 2 * BLOCK, "timeout_s": 2.0})
     with producer(hangs) as process:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -444,22 +445,16 @@ def test_staging_comes_back_when_its_writer_was_killed_and_others_go_on(engine: 
             process.stdin.write("step\n")
             hanging = int(process.stdout.readline())
             d.step()
-    assert agent.staged_nbytes == BLOCK
+    assert value(d, "staging_bytes") == BLOCK
     q = engine("q", LOCAL, axes=HEADS_FIRST)
-    begun_s = time.monotonic()
-    run([d], lambda: value(d, "quarantined_operations") == 1)
-    assert not loads(d, "r"), "what was begun may still land"
     begin(q, d, "other", [6], [1])
-    run([q, d], lambda: loads(d, "r"), timeout_s=20)
-    assert time.monotonic() - begun_s > 1.0
+    run([q, d], lambda: loads(d, "other") and value(d, "quarantined_operations") == 1)
+    assert not loads(d, "r"), "what was begun may still land"
+    assert value(d, "staging_bytes") == BLOCK
+    run([q, d], lambda: loads(d, "r"))
     assert not d.loaded["r"].ok
     assert d.loaded["r"].recompute
-    run([q, d], lambda: loads(d, "other"))
-    if not d.loaded["other"].ok:  # it had to wait for all of the staging longer than it may
-        assert d.loaded["other"].cause == "deadline"
-        begin(q, d, "again", [6], [1])
-        run([q, d], lambda: loads(d, "again"))
-        assert d.loaded["again"].ok
+    assert d.loaded["other"].error == ""
     assert (d.tokens([1], 4) == q.tokens([6], 4)).all()
     assert holds_no_staging(d, q)
     assert value(d, "quarantined_operations") == 0
