@@ -10,7 +10,6 @@ take from each other would else each wait with what it asks for in the room wher
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import CancelledError, Future
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -217,8 +216,10 @@ class Packing:
         """Write what has been packed."""
         gift = job.gift
         try:
-            with suppress(CancelledError):
-                job.packing.result()
+            job.packing.result()
+        except CancelledError:  # by close(): nothing was packed
+            gift.fail("the writer was shut down", "shutdown")
+            return
         except KVBridgeError as error:
             gift.fail(str(error), cause_of(error))
             return

@@ -569,3 +569,18 @@ def test_engines_that_wake_up_pack_and_unpack_in_pools_of_their_new_registration
         d.fill([1, 3], 0.25)
     assert submitted(d) == 4
     assert holds_no_staging(p, d)
+
+
+def test_what_could_not_be_packed_is_not_written(engine: Make) -> None:
+    """The thread was shut down before; in the memory to pack into there may be anything."""
+    held = Held()
+    p = engine("p", LOCAL, axes=HEADS_FIRST, workers=working_in(held, **LOCAL))
+    d = engine("d", PUSH)
+    begin(p, d, "r", [3], [2])
+    run([p, d], lambda: bool(held.waiting))
+    held.shutdown()
+    run([p, d], lambda: loads(d, "r") and "r" in p.sent)
+    assert d.loaded["r"].cause == "transport"
+    assert "the writer was shut down" in d.loaded["r"].error
+    assert (d.memory[0, 0] == -1).all()
+    assert holds_no_staging(p, d)
