@@ -272,6 +272,7 @@ class Scenario:
             timeout_s=factor * drawn.timeout_s,
             lease_s=factor * drawn.lease_s,
             lease_longest_s=factor * drawn.lease_longest_s,
+            staging_nbytes=8 * drawn.staging_nbytes,  # nor those that would have to wait for it
             slow_work_s=0.0,
         )
 
