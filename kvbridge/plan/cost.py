@@ -1,4 +1,4 @@
-"""What a plan costs in its two forms, and which of them is chosen.
+"""What a plan costs in its two forms, and packed where it is written; what is cheaper is chosen.
 
 Where layouts differ, a direct plan may need thousands of copies of a few hundred bytes each, and
 every copy between processes or machines costs as much as some 16 KiB do. The staged form reads the
@@ -65,7 +65,10 @@ def costs_of(plan: "EngineTransferPlan") -> tuple[Cost, Cost]:
 
 
 def cost_packed(plan: "EngineTransferPlan") -> Cost:
-    """Return what the same takes packed: all of it put in order there, and in its place here."""
+    """Return what the same takes packed: all of it put in order there, and in its place here.
+
+    Its parts are so few and large that they are not counted as copies.
+    """
     nbytes = costs_of(plan)[0].nbytes
     return Cost(0, nbytes, 2 * nbytes)
 

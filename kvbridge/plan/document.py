@@ -8,7 +8,7 @@ import msgspec
 
 from kvbridge.errors import PlanError, UnsupportedLayoutError
 from kvbridge.model import CacheGroup, LayerKey, Rank
-from kvbridge.plan.cost import copies_of, costs_of
+from kvbridge.plan.cost import copies_of, cost_packed, costs_of
 from kvbridge.plan.values import (
     Direction,
     Grid,
@@ -189,6 +189,10 @@ def explain(plan: "EngineTransferPlan") -> str:
     lines.append(
         f"  the same, staged: {staged}; the plan is {plan.strategy}"
         f"{how if plan.strategy == 'staged' else ''}"
+    )
+    lines.append(
+        f"  the same, written in packed parts: {cost_packed(plan)}; a push is "
+        f"{'packed' if plan.is_packed else 'direct'}"
     )
     if plan.notify_only:
         lines.append(f"  tells without bytes: {list(plan.notify_only)}")

@@ -51,7 +51,8 @@ class PackedStream:
         past = first + length
         # Pieces that touch are one: how they were merged is each side's own business.
         begins = np.flatnonzero(np.append(True, first[1:] != past[:-1])[: first.size])
-        runs = np.concatenate((first[begins], past[np.append(begins[1:], first.size) - 1]))
+        lasts = np.append(begins[1:], first.size)[: begins.size] - 1
+        runs = np.concatenate((first[begins], past[lasts]))
         digest = blake2b(runs.astype("<u8").tobytes(), digest_size=DIGEST_NBYTES).digest()
         return cls(here[order], np.cumsum(length.view(np.int64)), digest)
 

@@ -81,7 +81,10 @@ class EngineTransferPlan:
 
     @cached_property
     def strategy(self) -> Literal["direct", "staged"]:
-        """The form that the options ask for, or the cheaper one if they leave it open."""
+        """The form that the options ask for, or the cheaper one if they leave it open.
+
+        Of a plan that reads: one that writes is lowered directly, and may be packed besides.
+        """
         if self.options.strategy != "auto":
             return self.options.strategy
         direct, staged = costs_of(self)
@@ -89,7 +92,11 @@ class EngineTransferPlan:
 
     @cached_property
     def is_packed(self) -> bool:
-        """Whether what this plan takes is cheaper to be packed where it is written for it."""
+        """Whether its bytes go packed when they are written, by the options or the cost.
+
+        The reader's plan decides. Sessions pack the direct copies of either side's plan, see
+        :class:`~kvbridge.plan.PackedStream`; a plan itself has no packed form.
+        """
         if self.options.strategy != "auto":
             return self.options.strategy == "staged"
         return cost_packed(self).total < costs_of(self)[0].total

@@ -6,6 +6,8 @@ from concurrent.futures import Executor, Future
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
+from msgspec.structs import replace
+
 from kvbridge.config import check_timeout
 from kvbridge.errors import MemoryBusyError
 from kvbridge.handshake import EngineAddress, HandshakeMetadata
@@ -447,8 +449,7 @@ class RankAgent:
         portion = Portion(local_tables, start_token, end_token, lease)
         transfer.check = check_of(self._local, transfer, check, address, portion)
         # Without a lease nothing tells parts of one request from those of another.
-        may_pack = session.packs_nbytes and self._staging.regions and lease is not None
-        if may_pack and remote_tables is not None:
+        if remote_tables is not None and lease is not None and self.packs(engine_id):
             find = partial(self._packed_parts, transfer, address, portion, remote_tables)
             self._portions.start_later(transfer, find, "finding what is to be packed")
             self._live.add(transfer)
@@ -478,9 +479,10 @@ class RankAgent:
         session, tokens = transfer.session, (portion.start_token, portion.end_token)
         most_nbytes = min(session.packs_nbytes, self._portions.aim_nbytes)
 
+        whole = want_of(self._local, 0, transfer, address, portion)
+
         def want(packed: Packed) -> Want:
-            number = self._wants.number()
-            return want_of(self._local, number, transfer, address, portion, packed)
+            return replace(whole, number=self._wants.number(), packed=packed)
 
         found = streams_of(session.plan, portion.tables, remote_tables, *tokens)
         return [
@@ -661,7 +663,17 @@ class RankAgent:
             UnknownEngineError: The engine is not connected.
         """
         session = self._pairings.session(engine_id)
-        return session.is_read_rather and self._portions.are_possible(session)
+        is_packed = self.packs(engine_id) and session.plan.is_packed_rather_than_staged
+        return self._portions.are_possible(session) and not is_packed
+
+    def packs(self, engine_id: str) -> bool:
+        """Whether what a remote engine writes here is packed by it.
+
+        Raises:
+            UnknownEngineError: The engine is not connected.
+        """
+        session = self._pairings.session(engine_id)
+        return bool(self._takes and self._staging.regions and session.packs_nbytes)
 
     @property
     def staged_nbytes(self) -> int:
@@ -679,15 +691,14 @@ class RankAgent:
         self._portions.close()
         self._leases.revoke_all()  # whoever still reads shall not take it for a success
         # Others may still write there, for all we know.
-        written: tuple[Region, ...] = ()
-        if len(self._wants):
-            written = (*self._local.cache.regions, *self._staging.regions)
+        asked = len(self._wants) > 0
+        written = self._local.cache.regions if asked else ()
+        packed = self._staging.regions if asked else ()
         self._pairings.disconnect_all()
         busy = self._transport.close(timeout_s=timeout_s)
-        busy = (*busy, *(region for region in written if region not in busy))
-        self._staging.close(busy)
+        self._staging.close((*busy, *packed))
         self._packed.close(busy)
-        return busy
+        return (*busy, *(region for region in written if region not in busy))
 
     def peer_named(self, agent: str) -> Peer | None:
         """Return a connected rank by the name of its agent."""

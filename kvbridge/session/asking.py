@@ -8,7 +8,7 @@ import numpy as np
 from kvbridge.errors import BlockTableError, ConfigError
 from kvbridge.handshake import EngineAddress
 from kvbridge.handshake.digests import DigestRequest
-from kvbridge.handshake.messages import Blocks, Packed, Want
+from kvbridge.handshake.messages import Blocks, Want
 from kvbridge.plan import BlockTable
 from kvbridge.session.leases import Lease
 from kvbridge.session.local_rank import LocalRank
@@ -38,12 +38,7 @@ class Portion(NamedTuple):
 
 
 def want_of(
-    local: LocalRank,
-    number: int,
-    transfer: Transfer,
-    address: EngineAddress,
-    portion: Portion,
-    packed: Packed | None = None,
+    local: LocalRank, number: int, transfer: Transfer, address: EngineAddress, portion: Portion
 ) -> Want:
     """Return what one rank is asked to write; nothing, if no tokens are to come.
 
@@ -53,7 +48,6 @@ def want_of(
         transfer: What it is for.
         address: Where our engine's handshake server listens.
         portion: What is to come.
-        packed: The part of that which is meant; None for all of it.
 
     Raises:
         BlockTableError: An id is no number of a block.
@@ -67,7 +61,6 @@ def want_of(
         start_token=portion.start_token,
         end_token=portion.end_token,
         timeout_s=transfer.deadline_s - transfer.started_s,
-        packed=packed,
     )
 
 

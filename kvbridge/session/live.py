@@ -61,8 +61,7 @@ class LiveTransfers:
         moves = self._operations.owners()
         transfers = [each for each in moves if isinstance(each, Transfer)]
         handles = sum(1 for each in transfers if each.state is not State.PENDING)
-        untold = sum(len(each.pending) for each in list(self._untold))
-        return handles + untold + self._portions.quarantined
+        return handles + self._wants.quarantined + self._portions.quarantined
 
     def ended(self, now_s: float) -> Iterator[Transfer]:
         """End the transfers that are quiet or late, and tell the producer of each."""

@@ -217,11 +217,11 @@ class Packing:
         gift = job.gift
         try:
             job.packing.result()
+        except CancelledError:  # by close(): nothing was packed
+            gift.fail("the writer was shut down", "shutdown")
+            return
         except KVBridgeError as error:
             gift.fail(str(error), cause_of(error))
-            return
-        except CancelledError:
-            gift.fail("the engine is shutting down", "shutdown")
             return
         nbytes = np.array([part.nbytes], np.uint64)
         here = Descriptors(np.array([job.address], np.uint64), nbytes, *self._local.memory)
@@ -254,10 +254,11 @@ class Packing:
         tokens = (want.start_token, want.end_token)
         start = (session.engine_id, session.incarnation, session.generation)
         key = (*start, want.request_id, ready.attempt, want.rank, *tokens, want.blocks)
-        if key not in self._streams:
-            plan = session.plan_to("write")
-            found = streams_of(plan, ready.tables, tables_of(want.blocks), *tokens)
-            self._streams[key] = found.get(want.rank)
-            while len(self._streams) > STREAMS_KEPT:
-                self._streams.popitem(last=False)
-        return self._streams[key]
+        if key in self._streams:
+            return self._streams[key]
+        plan = session.plan_to("write")
+        found = streams_of(plan, ready.tables, tables_of(want.blocks), *tokens).get(want.rank)
+        self._streams[key] = found
+        while len(self._streams) > STREAMS_KEPT:
+            self._streams.popitem(last=False)
+        return found

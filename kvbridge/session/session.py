@@ -75,12 +75,6 @@ class Session:
         """
         return self.plan_to("read")
 
-    @property
-    def is_read_rather(self) -> bool:
-        """Whether reading whole pages from there takes less than what those ranks would write."""
-        is_packed = self.packs_nbytes > 0 and self.plan.is_packed_rather_than_staged
-        return self.is_staged and not is_packed
-
     def plan_to(self, direction: Direction) -> EngineTransferPlan:
         """Return the plan for a direction.
 

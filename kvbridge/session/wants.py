@@ -92,6 +92,11 @@ class Wants:
         """How many are not quiet."""
         return len(self._open)
 
+    @property
+    def quarantined(self) -> int:
+        """What nobody waits for any more, and is not quiet; from any thread."""
+        return sum(each.transfer.state is not State.PENDING for each in list(self._open.values()))
+
     def number(self) -> int:
         """Return a number for the next want."""
         return next(self._numbers)
@@ -154,6 +159,8 @@ class Wants:
             return
         if given.reason:
             cause = cause_told(given.cause, otherwise="transport")
+            if wanted.want.packed is not None and cause == "refused":
+                wanted.transfer.session.packs_nbytes = 0  # so that the next ones come cell by cell
             self._settle(wanted, f"rank {wanted.rank} will not write: {given.reason}", cause)
         elif wanted.source is not None and wanted.source.nbytes != given.nbytes:
             expected = wanted.source.nbytes

@@ -102,7 +102,8 @@ def test_what_is_right_passes_for_every_shape(
 
 @pytest.mark.parametrize("way", WAYS)
 def test_off_sends_nothing_and_makes_no_thread(engine: Make, way: str) -> None:
-    p, d = engine("p", LOCAL), engine("d", checking("off", way))
+    """Nothing is packed either: that is done in the same thread."""
+    p, d = engine("p", LOCAL), engine("d", {**checking("off", way), "staging_nbytes": 0})
     heard: list[int] = []
     when(p.workers[0, 0], DigestRequest, lambda: heard.append(1))
     d.load("r", OURS, TOKENS, p.prefill("r", THEIRS, TOKENS))
@@ -206,7 +207,7 @@ def test_blocks_of_which_digests_are_taken_are_in_use(engine: Make, way: str) ->
     held = Held()
     own = {**LOCAL, "lease_s": 2.0, "lease_longest_s": 2.0}
     p = engine("p", own, workers=working_in(held, **own))
-    d = engine("d", checking("full", way))
+    d = engine("d", {**checking("full", way), "staging_nbytes": 0})
     d.load("r", OURS, TOKENS, p.prefill("r", THEIRS, TOKENS))
     run([p, d], lambda: bool(held.waiting))
     until_s = time.monotonic() + 2.5

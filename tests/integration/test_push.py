@@ -23,6 +23,8 @@ from tests.integration.tiny_engine import Make, TinyEngine, expected, run
 
 LOCAL: dict[str, Any] = {"transport": "local"}
 PUSH: dict[str, Any] = {**LOCAL, "direction": "push"}
+DIRECT: dict[str, Any] = {**PUSH, "staging_nbytes": 0}
+"""Every cell is written to its place; see test_packed_pushes.py for what is packed."""
 SHAPES = [({"tp": 2}, {"tp": 4}), ({"tp": 4}, {"pp": 2}), ({"pp": 2}, {"tp": 2, "pp": 2}), ({}, {})]
 
 
@@ -358,7 +360,7 @@ def test_a_lease_that_is_over_is_said_to_be(engine: Make) -> None:
 def test_blocks_that_are_being_written_are_not_free_when_their_lease_is_over(engine: Make) -> None:
     slow = faulty(operations=[{"what": "delay", "share": 1.0, "delay_s": 1.0}])
     p = engine("p", {**slow, "lease_s": 0.4, "lease_longest_s": 0.4})
-    d = engine("d", {**PUSH, "name": "local"})
+    d = engine("d", {**DIRECT, "name": "local"})
     begun_s = time.monotonic()
     d.load("r", [2], 4, p.prefill("r", [3], 4))
     run([p, d], lambda: "r" in p.sent)
@@ -369,7 +371,7 @@ def test_blocks_that_are_being_written_are_not_free_when_their_lease_is_over(eng
 
 
 def test_memory_that_others_may_write_to_is_not_given_up(engine: Make) -> None:
-    p, d = engine("p", LOCAL), engine("d", {**PUSH, "timeout_s": 1.0})
+    p, d = engine("p", LOCAL), engine("d", {**DIRECT, "timeout_s": 1.0})
     d.load("first", [5], 4, p.prefill("first", [7], 4))
     run([p, d], lambda: "first" in d.loaded)
     d.load("r", [5], 4, p.prefill("r", [3], 4))
@@ -383,7 +385,7 @@ def test_memory_that_others_may_write_to_is_not_given_up(engine: Make) -> None:
 def test_memory_that_others_may_write_to_at_the_end_is_named(
     engine: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
-    p, d = engine("p", LOCAL), engine("d", PUSH)
+    p, d = engine("p", LOCAL), engine("d", DIRECT)
     d.load("first", [5], 4, p.prefill("first", [7], 4))
     run([p, d], lambda: "first" in d.loaded)
     d.load("r", [5], 4, p.prefill("r", [3], 4))
@@ -582,8 +584,11 @@ PRODUCER = """
 """
 
 
-def test_blocks_are_quiet_a_moment_after_their_writer_was_killed(engine: Make) -> None:
-    """The producer is killed with what was asked of it still open."""
+@pytest.mark.parametrize("way", [PUSH, DIRECT], ids=["packed", "direct"])
+def test_blocks_are_quiet_a_moment_after_their_writer_was_killed(
+    engine: Make, way: dict[str, Any]
+) -> None:
+    """The producer is killed with what was asked of it still open; staging comes back as well."""
     p = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(PRODUCER)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
@@ -592,7 +597,7 @@ def test_blocks_are_quiet_a_moment_after_their_writer_was_killed(engine: Make) -
         assert p.stdin is not None
         assert p.stdout is not None
         first, second = (json.loads(p.stdout.readline()) for _ in range(2))
-        d = engine("d", {**PUSH, "timeout_s": 1.0})
+        d = engine("d", {**way, "timeout_s": 1.0})
         d.load("first", [5], 4, first)
         deadline_s = time.monotonic() + 20
         while "first" not in d.loaded:
@@ -602,12 +607,12 @@ def test_blocks_are_quiet_a_moment_after_their_writer_was_killed(engine: Make) -
             d.step()
         assert d.loaded["first"].ok
         d.load("r", [6], 4, second)
-        for _ in range(5):
-            d.step()
-        assert len(agents(d)[0]._wants) == 1
+        (agent,) = agents(d)
+        run([d], lambda: len(agent._wants) == 1)
+        assert bool(agent.staged_nbytes) == (way is PUSH)
     finally:
         p.kill()
         p.communicate()
     run([d], lambda: "r" in d.loaded, timeout_s=20)
     assert not d.loaded["r"].ok
-    assert quarantined(d) == 0
+    assert (quarantined(d), agent.staged_nbytes) == (0, 0)

@@ -58,7 +58,8 @@ def test_memory_that_is_loaded_into_is_not_given_back(engine: Make, direction: s
 def test_memory_that_is_written_for_a_reader_is_not_given_back_before_that_has_ended(
     engine: Make,
 ) -> None:
-    p, d = engine("p", SLOW), engine("d", {"name": "local", **LOCAL, "direction": "push"})
+    direct = {"name": "local", **LOCAL, "direction": "push", "staging_nbytes": 0}
+    p, d = engine("p", SLOW), engine("d", direct)
     d.load("r", [2], 4, p.prefill("r", [3], 4))
     gifts = worker_of(p.workers[0, 0])._gifts
     assert gifts is not None

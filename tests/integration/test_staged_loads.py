@@ -29,6 +29,7 @@ from tests.integration.tiny_engine import (
 from tests.integration.working import Held, working_in
 
 LOCAL: dict[str, Any] = {"transport": "local"}
+PULL: dict[str, Any] = {**LOCAL, "direction": "pull"}
 HEADS_FIRST = "BKHNC"
 PIECE = 2 * PAGE * HEADS * CONTENT * 4
 """A page of one layer of an engine of one rank."""
@@ -126,8 +127,9 @@ def test_without_room_for_a_page_cells_are_read_directly(engine: Make, nbytes: i
 
 
 def test_the_pool_is_made_for_the_first_load_that_needs_it_and_is_no_cache(engine: Make) -> None:
+    """Where nobody may write here: see test_packed_pushes.py for the opposite."""
     p, alike = engine("p", LOCAL, axes=HEADS_FIRST), engine("a", LOCAL)
-    d = engine("d", {**LOCAL, "staging_nbytes": 1 << 20})
+    d = engine("d", {**PULL, "staging_nbytes": 1 << 20})
     transport = worker_of(d.workers[0, 0])._transport
     begin(alike, d, "direct", [3], [2])
     run([alike, d], lambda: loads(d, "direct"))
@@ -142,7 +144,7 @@ def test_the_pool_is_made_for_the_first_load_that_needs_it_and_is_no_cache(engin
 def test_a_pool_that_cannot_be_registered_costs_copies_and_no_request(
     engine: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
-    p, d = engine("p", LOCAL, axes=HEADS_FIRST), engine("d", {**LOCAL, "staging_nbytes": 12345})
+    p, d = engine("p", LOCAL, axes=HEADS_FIRST), engine("d", {**PULL, "staging_nbytes": 12345})
     transport = worker_of(d.workers[0, 0])._transport
     register = transport.register
 
@@ -373,9 +375,7 @@ def test_an_arrangement_that_raises_fails_the_load(
     p, d = engine("p", LOCAL, axes=HEADS_FIRST), engine("d", LOCAL)
     begin(p, d, "r", [3], [2])
     run([p, d], lambda: loads(d, "r") and "r" in p.sent)
-    assert "putting what has been read in its place failed: ZeroDivisionError" in (
-        d.loaded["r"].error
-    )
+    assert "putting what has come in its place failed: ZeroDivisionError" in (d.loaded["r"].error)
     assert holds_no_staging(d)
 
 
@@ -387,8 +387,9 @@ def test_an_engine_that_wakes_up_stages_into_a_pool_of_its_new_registration(engi
     begin(p, d, "before", [3], [2])
     run([p, d], lambda: loads(d, "before"))
     transport = worker_of(d.workers[0, 0])._transport
-    old = set(transport.memory.regions)
+    old, content = set(transport.memory.regions), agent_of(d)._staging.content
     d.renew()
+    assert agent_of(d)._staging.content is not content
     assert len(set(transport.memory.regions) & old) == 1, "the words of leases alone"
     begin(p, d, "after", [6, 8], [1, 3])
     run([p, d], lambda: loads(d, "after"))
@@ -415,17 +416,33 @@ def test_a_payload_check_compares_what_has_been_arranged(engine: Make, spoils: b
     assert value(d, "payload_checks_total", outcome="failed" if spoils else "ok") == 1
 
 
-@pytest.mark.parametrize(("nbytes", "way"), [(1 << 20, "read"), (0, "write")])
-def test_auto_reads_what_is_staged_though_the_transport_prefers_to_write(
-    engine: Make, monkeypatch: pytest.MonkeyPatch, nbytes: int, way: str
+@pytest.mark.parametrize(
+    ("packs", "stages", "tp", "way"),
+    [
+        (1 << 20, 1 << 20, 1, "read"),
+        (1 << 20, 1 << 20, 4, "write"),
+        (0, 1 << 20, 4, "read"),
+        (1 << 20, 0, 4, "write"),
+    ],
+    ids=[
+        "whole pages are needed",
+        "pages are shared out, and packed",
+        "the other one cannot pack",
+        "nothing is staged",
+    ],
+)
+def test_auto_takes_the_cheaper_way_where_the_transport_prefers_to_write(
+    engine: Make, monkeypatch: pytest.MonkeyPatch, packs: int, stages: int, tp: int, way: str
 ) -> None:
     likes = replace(local_agent.CAPABILITIES, preferred_direction="write")
     monkeypatch.setattr(local_agent, "CAPABILITIES", likes)
-    p = engine("p", LOCAL, axes=HEADS_FIRST)
-    d = engine("d", {**LOCAL, "staging_nbytes": nbytes})
+    p = engine("p", {**LOCAL, "staging_nbytes": packs}, axes=HEADS_FIRST)
+    d = engine("d", {**LOCAL, "staging_nbytes": stages}, tp=tp)
     begin(p, d, "r", [3], [2])
     run([p, d], lambda: loads(d, "r"))
-    assert value(d, "transfers_total", direction=way, outcome="ok") == 1
+    assert value(d, "transfers_total", direction=way, outcome="ok") == tp
+    few = tp * LAYERS
+    assert submitted(d) <= few if stages else submitted(d) > few
     assert (d.tokens([2], 4) == p.tokens([3], 4)).all()
 
 

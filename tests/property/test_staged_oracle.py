@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from kvbridge.errors import PlanError, UnsupportedLayoutError
 from kvbridge.model import Rank
 from kvbridge.plan import BlockTable, EngineTransferPlan, PlanOptions, StagedTransfer
+from kvbridge.plan.cost import COPY_COST_BYTES
 from tests.property.engines import Case, Engine, Layout, Model, Paging, Tables, cases
 from tests.property.oracle import POISON, World, indices
 
@@ -164,6 +165,24 @@ def test_auto_stages_small_cells_and_says_so() -> None:
     assert "the plan is staged" in plan.explain()
     alike = replace(world.case, consumer=world.case.producer)
     assert World(alike).plan((0, 0)).strategy == "direct"
+
+
+def test_pieces_below_half_of_what_a_copy_costs_are_packed_and_explain_says_so() -> None:
+    """Three layers, pages of 8 tokens and 4 heads, cells of 8 bytes."""
+    world = heads_first_and_tokens_first()
+    for direction in ("read", "write"):
+        plan = World(replace(world.case, direction=direction)).plan((0, 0))
+        assert plan.is_packed
+        nbytes = 3 * 2 * 8 * 4 * 8
+        line = f"0 copies, {nbytes} bytes, {2 * nbytes} rearranged; a push is packed"
+        assert f"the same, written in packed parts: {line}" in plan.explain()
+        direct = replace(plan, options=PlanOptions(strategy="direct"))
+        assert not direct.is_packed
+        assert "a push is direct" in direct.explain()
+    half, cells = COPY_COST_BYTES // 2, 4  # bytes of an element
+    for nbytes, packed in ((half - cells, True), (half, False)):
+        model = Model(("attention",) * 3, heads=4, content=nbytes // cells)
+        assert heads_first_and_tokens_first(model=model).plan((0, 0)).is_packed == packed
 
 
 def test_auto_copies_large_cells_directly() -> None:

@@ -119,7 +119,7 @@ class Build:
                 clock=self.world.clock,
                 threads=SimulatedThreads(self.world),
                 uniform=self.world.rng.uniform,
-                digesting=SimulatedThreads(self.world, ARRANGING_S),
+                digesting=SimulatedThreads(self.world, ARRANGING_S, self.scenario.slow_work_s),
             )
             halves[name] = BridgeConnector(name, worker_half=half)
             agents[name] = transport.agent

@@ -9,7 +9,7 @@ from kvbridge.connector import Loaded
 from kvbridge.model import Rank
 from kvbridge.session.leases import WORD_NBYTES
 from kvbridge.testing.simulation.jobs import Leg, Offer
-from kvbridge.testing.simulation.leftovers import arranged
+from kvbridge.testing.simulation.leftovers import arranged, packed
 from kvbridge.testing.simulation.memory import POISON, bits
 from kvbridge.testing.simulation.operations import Operation
 from kvbridge.testing.simulation.rules import (
@@ -56,7 +56,7 @@ def check_bytes(leg: Leg, start: int, end: int, what: str) -> None:
 def check_quiet(leg: Leg, when: str) -> None:
     """Check that nothing can touch a request's blocks any more."""
     engine, mine = leg.engine, bits(leg.blocks)
-    _check_arranged(leg, when)
+    _check_beside(leg, when)
     for seat in engine.seats.values():
         for agent in seat.agents.values():
             for op in agent.landing.values():
@@ -75,10 +75,12 @@ def check_quiet(leg: Leg, when: str) -> None:
                     _touched(leg, f"{text} (want {ask.number})", ask.giver.where)
 
 
-def _check_arranged(leg: Leg, when: str) -> None:
-    """Check that no cells of a staged load are about to be put into a request's blocks."""
-    mine = bits(leg.blocks)
+def _check_beside(leg: Leg, when: str) -> None:
+    """Check that no cells are about to be put into a request's blocks, or to be packed from it."""
+    mine, offers = bits(leg.blocks), {offer.transfer_id for offer in leg.offers.values()}
     for seat in leg.engine.seats.values():
+        if not offers.isdisjoint(packed(seat.connector)):
+            _touched(leg, f"{when}, while they are being packed", leg.engine.name)
         for targets in arranged(seat.connector):
             if seat.arena.blocks_of(targets) & mine:
                 _touched(leg, f"{when}, while cells are put in their places", leg.engine.name)

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from kvbridge.session import wants
-from kvbridge.testing.simulation.leftovers import bridges, packs
+from kvbridge.testing.simulation.leftovers import bridges, packed
 from kvbridge.testing.simulation.memory import bits
 from kvbridge.testing.simulation.rules import DEADLINE
 from kvbridge.testing.simulation.transport import SimulatedAgent
@@ -65,7 +65,7 @@ def check_deadlines(engine: "Engine") -> None:
         is_written = any(
             not op.is_read and op.takes & mine for a in agents for op in a.own.values()
         )
-        if is_written or any(packs(seat.connector) for seat in engine.seats.values()):
+        if is_written or any(any(packed(seat.connector)) for seat in engine.seats.values()):
             leg.polls = 0  # somebody has it written
             continue
         leg.polls += 1

@@ -183,12 +183,23 @@ class SimulatedDialer:
         """Ask no more."""
 
 
+SLOW = 0.2
+"""So often work that may be slow is slow."""
+
+
 class SimulatedThreads(Executor):
     """Runs what may block: later, and while everything else goes on."""
 
-    def __init__(self, world: World, longest_s: float = 0.005) -> None:
-        """Take the world that goes on, and how long it may take until something is run."""
-        self._world, self._longest_s, self._open = world, longest_s, True
+    def __init__(self, world: World, longest_s: float = 0.005, slow_s: float = 0.0) -> None:
+        """Run nothing yet.
+
+        Args:
+            world: What goes on.
+            longest_s: How long it may take until something is run.
+            slow_s: How long it may take now and then.
+        """
+        self._world, self._longest_s, self._slow_s = world, longest_s, slow_s
+        self._open = True
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> "Future[T]":
         """Run something a little later; its result is seen later still."""
@@ -203,7 +214,9 @@ class SimulatedThreads(Executor):
             _settle(done, fn, *args, **kwargs)
             self._world.after(self._world.rng.uniform(0.0, 0.005), lambda: _copy(done, future))
 
-        self._world.after(self._world.rng.uniform(0.0, self._longest_s), begin)
+        is_slow = self._slow_s > 0 and self._world.chance(SLOW)
+        longest_s = self._slow_s if is_slow else self._longest_s
+        self._world.after(self._world.rng.uniform(0.0, longest_s), begin)
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:

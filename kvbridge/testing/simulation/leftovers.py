@@ -11,6 +11,7 @@ import numpy as np
 from kvbridge.connector import BridgeConnector
 from kvbridge.connector.isolation import Isolation
 from kvbridge.connector.multi import MultiConnector
+from kvbridge.session.gifts import Gift
 from kvbridge.session.leases import EPOCH_BITS, SLOTS, LeaseTable
 from kvbridge.testing.simulation.rules import ESCAPE, LEFT
 
@@ -85,13 +86,12 @@ def arranged(connector: object) -> Iterator[list[tuple[int, int]]]:
                 )
 
 
-def packs(connector: object) -> bool:
-    """Whether blocks are being packed for others, or will be."""
-    return any(
-        not job.packing.done()
-        for half in bridges(connector)
-        for job in half.worker_half.agent._packing._jobs.values()
-    )
+def packed(connector: object) -> Iterator[str]:
+    """Yield requests whose blocks are being packed for others, or will be, by their offers."""
+    for half in bridges(connector):
+        for job in half.worker_half.agent._packing._jobs.values():
+            if not job.packing.done() and isinstance(job.gift, Gift):
+                yield job.gift.request_id
 
 
 def _isolations(connector: object) -> list[Isolation]:

@@ -177,6 +177,8 @@ class Scenario:
         ahead: How many requests are decoded by an engine that waits for them while they are
             computed.
         staging_nbytes: Memory of a rank for loads that are staged, a few pages; 0 for none.
+        slow_work_s: How long cells may take now and then to be packed or put in their places; 0 if
+            that is never slow.
     """
 
     seed: int
@@ -202,6 +204,7 @@ class Scenario:
     notify_max_bytes: int
     ahead: float
     staging_nbytes: int
+    slow_work_s: float
 
     @property
     def pushes(self) -> bool:
@@ -258,6 +261,7 @@ class Scenario:
             # What is not computed yet must be written, and by one connector.
             ahead=0.4 if can_wait and seed % 4 == 1 else 0.0,
             staging_nbytes=Random(f"staging {seed}").choice((0, 0, 2048, 8192)),
+            slow_work_s=2 * timeout_s if seed % 8 == 4 else 0.0,
         )
         if not drawn.faults.calm:
             return drawn
@@ -268,6 +272,8 @@ class Scenario:
             timeout_s=factor * drawn.timeout_s,
             lease_s=factor * drawn.lease_s,
             lease_longest_s=factor * drawn.lease_longest_s,
+            staging_nbytes=8 * drawn.staging_nbytes,  # nor those that would have to wait for it
+            slow_work_s=0.0,
         )
 
 
