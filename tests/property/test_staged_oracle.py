@@ -167,7 +167,7 @@ def test_auto_stages_small_cells_and_says_so() -> None:
     assert World(alike).plan((0, 0)).strategy == "direct"
 
 
-def test_pieces_below_half_of_what_a_copy_costs_are_packed_and_explain_says_so() -> None:
+def test_pieces_below_a_quarter_of_what_a_copy_costs_are_packed_and_explain_says_so() -> None:
     """Three layers, pages of 8 tokens and 4 heads, cells of 8 bytes."""
     world = heads_first_and_tokens_first()
     for direction in ("read", "write"):
@@ -179,9 +179,9 @@ def test_pieces_below_half_of_what_a_copy_costs_are_packed_and_explain_says_so()
         direct = replace(plan, options=PlanOptions(strategy="direct"))
         assert not direct.is_packed
         assert "a push is direct" in direct.explain()
-    half, cells = COPY_COST_BYTES // 2, 4  # bytes of an element
-    for nbytes, packed in ((half - cells, True), (half, False)):
-        model = Model(("attention",) * 3, heads=4, content=nbytes // cells)
+    quarter, element = COPY_COST_BYTES // 4, 4
+    for nbytes, packed in ((quarter - element, True), (quarter, False)):
+        model = Model(("attention",) * 3, heads=4, content=nbytes // element)
         assert heads_first_and_tokens_first(model=model).plan((0, 0)).is_packed == packed
 
 
