@@ -16,6 +16,7 @@ from kvbridge.connector.series import OFFERS
 from kvbridge.connector.sources import Sources
 from kvbridge.connector.stats import Meter
 from kvbridge.connector.step import Progress
+from kvbridge.connector.tokens import digest_of_tokens
 from kvbridge.connector.values import BlockIds, Request
 from kvbridge.handshake import EngineAddress, HandshakeMetadata
 from kvbridge.handshake.metadata import open_envelope
@@ -135,6 +136,7 @@ class Offers:
             engine.generation,
             lease,
             self._config.lease_s,
+            tokens_digest=_digest(request),
         )
         sizes = {"tp_size": engine.tp_size, "pp_size": engine.pp_size}
         return params.offer(remote, self._name, **sizes)
@@ -220,3 +222,10 @@ def _tokens_in(block_ids: BlockIds, cache: RankCache) -> float:
         ),
         default=math.inf,
     )
+
+
+def _digest(request: Request) -> str:
+    tokens = request.tokens
+    if tokens is None or len(tokens) < request.computed_tokens:
+        return ""
+    return digest_of_tokens(tokens, request.computed_tokens)

@@ -68,6 +68,7 @@ class RemoteRequest(msgspec.Struct, frozen=True):
         lease: The engine's promise to keep the blocks; None if it gives none.
         lease_s: How long it keeps them, unless it is asked to keep them longer; 0 if unknown.
         is_expected: Whether it has none yet, and writes them once they are computed.
+        tokens_digest: What tells those tokens from others; empty where that is not known.
     """
 
     engine_id: str
@@ -80,6 +81,7 @@ class RemoteRequest(msgspec.Struct, frozen=True):
     lease: Lease | None = None
     lease_s: float = 0.0
     is_expected: bool = False
+    tokens_digest: str = ""
 
 
 class _Entry(msgspec.Struct, frozen=True):
@@ -95,6 +97,7 @@ class _Entry(msgspec.Struct, frozen=True):
     incarnation: _Name | None = None
     generation: _Count = 0
     lease_s: _Seconds = 0.0
+    tokens_digest: _Name | None = None
 
 
 class _Expected(msgspec.Struct, frozen=True):
@@ -164,6 +167,7 @@ def offer(request: RemoteRequest, name: str, **sizes: int) -> dict[str, Any]:
         "incarnation": request.incarnation,
         "generation": request.generation,
         "lease_s": request.lease_s,
+        "tokens_digest": request.tokens_digest or None,
     }
     return {
         "do_remote_prefill": True,
@@ -229,6 +233,7 @@ def remote_request(params: Mapping[str, Any], name: str) -> RemoteRequest | None
         entry.generation,
         Lease(*entry.remote_lease) if entry.remote_lease else None,
         entry.lease_s,
+        tokens_digest=entry.tokens_digest or "",
     )
 
 

@@ -8,6 +8,7 @@ from kvbridge.connector.config import ConnectorConfig
 from kvbridge.connector.params import RemoteRequest
 from kvbridge.connector.series import PARAMS_REFUSED
 from kvbridge.connector.stats import Meter
+from kvbridge.connector.tokens import digest_of_tokens
 from kvbridge.connector.values import Request
 from kvbridge.errors import ConfigError
 
@@ -30,6 +31,7 @@ class Sources:
         """
         self._name, self._role, self._meter = name, config.role, meter
         self._refused: set[str] = set()  # requests whose params are of no use here
+        self._own: set[str] = set()  # those whose blocks hold their own tokens
         self._said: set[str] = set()  # reasons that hold for every request alike
 
     def of(self, request: Request) -> RemoteRequest | None:
@@ -59,7 +61,22 @@ class Sources:
                 params.offered_by(request.params),
                 self._name,
             )
-        return remote
+        return remote if remote is None or self._is_own(request, remote) else None
+
+    def _is_own(self, request: Request, remote: RemoteRequest) -> bool:
+        """Whether blocks hold a request's own tokens, as far as both engines say what those are."""
+        if request.tokens is None or not remote.tokens_digest or request.request_id in self._own:
+            return True
+        count, here = remote.num_tokens, len(request.tokens)
+        if count > here:
+            why = f"the blocks hold {count} tokens, it has {here}"
+        elif digest_of_tokens(request.tokens, count) != remote.tokens_digest:
+            why = f"the first {count} tokens of it are others than those that the blocks hold"
+        else:
+            self._own.add(request.request_id)
+            return True
+        self.refuse(request, "loaded", f"{why}; the router gives it another one's params")
+        return False
 
     def refuse(self, request: Request, what: str, why: str) -> None:
         """Say that something cannot be done with a request, such as "loaded", and why."""
@@ -69,6 +86,7 @@ class Sources:
     def forget(self, request: Request) -> None:
         """Take note that a request has finished; its id may come again."""
         self._refused.discard(request.request_id)
+        self._own.discard(request.request_id)
 
     @property
     def one_way(self) -> str:

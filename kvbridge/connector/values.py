@@ -1,6 +1,6 @@
 """What engines and connectors hand each other: plain values, the same for every engine."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -34,6 +34,8 @@ class Request:
         computed_tokens: Tokens whose cache is there, once the request has finished.
         params: What travels with the request from engine to engine, as plain data.
         aborted: Whether it finished because nobody wants it any more.
+        tokens: Ids of its tokens, prompt and answer, from the first one on. What another engine has
+            computed of other tokens is not loaded then; None where they are not known.
     """
 
     request_id: str
@@ -41,6 +43,7 @@ class Request:
     computed_tokens: int = 0
     params: Mapping[str, Any] | None = None
     aborted: bool = False
+    tokens: Sequence[int] | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,6 +130,27 @@ def test_sixteen_requests_at_once(pair: Pair) -> None:
     assert prefill.call("idle", seconds=0.5) == 0
 
 
+@pytest.mark.parametrize("way", ["at once", "mixed up", "too long for it"])
+def test_an_offer_is_loaded_by_the_request_that_it_is_for(pair: Pair, way: str) -> None:
+    """A list of prompts in one HTTP request has one kv_transfer_params for all of them."""
+    prefill, decode = pair(LOCAL)
+    lengths = {"at once": (300, 301), "mixed up": (300, 300), "too long for it": (300, 100)}[way]
+    ours, others = (prompt_of(n, seed=i) for i, n in enumerate(lengths))
+    alone = [decode.generate(each)["tokens"] for each in (ours, others)]
+    decode.call("reset")
+    params = prefill.generate(ours, 1, WANTED)["params"]
+    before = external_tokens(decode)
+    asked = {"a": ours, "b": others} if way == "at once" else {"b": others}
+    for name, prompt in asked.items():
+        decode.call("add", name=name, prompt=prompt, max_tokens=8, params=params)
+    answers = decode.wait(list(asked))
+    assert answers["b"]["tokens"] == alone[1]
+    assert decode.generate(others)["tokens"] == alone[1], "what was cached of it"
+    if way == "at once":
+        assert answers["a"]["tokens"] == alone[0]
+    assert external_tokens(decode) - before == (299 if way == "at once" else 0)
+
+
 def test_what_decode_has_cached_does_not_move(pair: Pair) -> None:
     prefill, decode = pair(LOCAL)
     prompt = prompt_of(2 * 128 + 40)

@@ -67,8 +67,9 @@ def test_the_log_says_what_users_know_from_others() -> None:
     assert said["Avg MB per transfer"] == 2
     assert said["Avg xfer time (ms)"] == 4
     assert BridgeStats().is_empty()
-    assert BridgeStats.of(loads(0, 0, 5)).is_empty()
-    assert not BridgeStats.of(loads(0, 1, 0)).is_empty()
+    assert BridgeStats.of(Stats({OK: 0})).is_empty()
+    assert not BridgeStats.of(Stats({OK: 0}), is_first=True).is_empty(), "a series begins"
+    assert not BridgeStats.of(loads(0, 0, 5)).is_empty(), "what is held, say, of who only gives"
 
 
 def test_prometheus_shows_every_series_with_the_labels_of_vllm() -> None:

@@ -1,6 +1,8 @@
 """The half of vLLM's connector where requests are scheduled."""
 
 import itertools
+import logging
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,6 +23,11 @@ from kvbridge.model import Rank
 _ENDED_WELL = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 _SHORTENED = "_kvbridge_shortened"
 """Set in the params of a request whose last tokens have been left to whoever loads it."""
+
+_TAKEN_MAX = 4096
+"""So many offers are remembered, with the requests that they were for."""
+
+_log = logging.getLogger(__name__)
 
 
 class SchedulerHalf:
@@ -54,6 +61,7 @@ class SchedulerHalf:
         self._counted: dict[Rank, Stats] = {}
         self._told = Stats()
         self._busy_ranks: set[Rank] = set()
+        self._taken: OrderedDict[tuple[str, str], str] = OrderedDict()
 
     @property
     def busy(self) -> bool:
@@ -67,6 +75,9 @@ class SchedulerHalf:
     def arrived(self, request: VllmRequest) -> None:
         """Take note of a request, before it is scheduled."""
         params = request.kv_transfer_params
+        if wants_remote_prefill(params) and not self._is_first(request):
+            # One of several samples, or of several prompts in one HTTP request: blocks are of one.
+            params = request.kv_transfer_params = {**params, "do_remote_prefill": False}
         if wants_remote_decode(params):
             self._shorten(request)
             if params.get("transfer_id") is not None:
@@ -74,6 +85,24 @@ class SchedulerHalf:
         if wants_remote_prefill(params):
             # Asked once here, so that its blocks are kept however long it waits to be scheduled.
             self._connector.get_num_new_matched_tokens(self._seen(request), 0)
+
+    def _is_first(self, request: VllmRequest) -> bool:
+        """Whether nobody else has come with the same offer before."""
+        params = request.kv_transfer_params
+        offer = (params.get("remote_engine_id"), params.get("remote_request_id"))
+        if not all(isinstance(each, str) for each in offer):
+            return True
+        first = self._taken.setdefault(offer, request.request_id)
+        while len(self._taken) > _TAKEN_MAX:
+            self._taken.popitem(last=False)
+        if first != request.request_id:
+            _log.warning(
+                "request %s is computed here: what it is to load is %s's, and an offer is for one "
+                "request; send prompts and samples one by one to have each of them loaded",
+                request.request_id,
+                first,
+            )
+        return bool(first == request.request_id)
 
     def _shorten(self, request: VllmRequest) -> None:
         """Leave the last prompt tokens to the engine that loads the request.
@@ -160,8 +189,8 @@ class SchedulerHalf:
         now = sum(self._counted.values(), self._connector.stats())
         if now == self._told:
             return None
-        recent, self._told = now.since(self._told), now
-        return BridgeStats.of(recent)
+        before, self._told = self._told, now
+        return BridgeStats.of(now.since(before), is_first=before == Stats())
 
     def close(self) -> None:
         """Free the port."""
@@ -182,4 +211,5 @@ class SchedulerHalf:
             max(0, computed),
             request.kv_transfer_params,
             aborted,
+            request.all_token_ids,
         )

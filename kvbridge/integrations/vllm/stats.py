@@ -18,14 +18,19 @@ class BridgeStats(KVConnectorStats):
     """What has been counted in a time, as plain data: vLLM sends it from process to process."""
 
     @classmethod
-    def of(cls, recent: Stats) -> "BridgeStats":
-        """Return what has been counted; what is 0 is left out, unless it may have been more."""
+    def of(cls, recent: Stats, *, is_first: bool = False) -> "BridgeStats":
+        """Return what has been counted; what is 0 is left out, unless it may have been more.
+
+        Args:
+            recent: What has been counted.
+            is_first: Whether nothing was told before: then all series begin, most of them at 0.
+        """
         return cls(
             {
                 "values": [
                     [list(key), value]
                     for key, value in recent.values.items()
-                    if value or SERIES[key[0]].kind == "gauge"
+                    if value or is_first or SERIES[key[0]].kind == "gauge"
                 ],
                 "spreads": [
                     [list(key), list(each.counts), each.total]
@@ -86,9 +91,8 @@ class BridgeStats(KVConnectorStats):
         return {name: int(value) if value == int(value) else value for name, value in said.items()}
 
     def is_empty(self) -> bool:
-        """Whether no request has moved, which is all that is logged."""
-        recent = self.content()
-        return not recent.value(TRANSFERS.name)
+        """Whether nothing has been counted: vLLM drops what is empty."""
+        return not (self.data.get("values") or self.data.get("spreads"))
 
 
 class BridgePromMetrics(KVConnectorPromMetrics):
