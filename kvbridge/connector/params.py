@@ -97,7 +97,13 @@ class _Entry(msgspec.Struct, frozen=True):
     incarnation: _Name | None = None
     generation: _Count = 0
     lease_s: _Seconds = 0.0
-    tokens_digest: _Name | None = None
+    tokens_digest: tuple[_Count, _Name] | None = None  # of how many tokens
+
+    @property
+    def own_digest(self) -> str:
+        """What tells all of the tokens from others; empty if a router has left some of them out."""
+        count, digest = self.tokens_digest or (0, "")
+        return digest if count == self.remote_num_tokens else ""
 
 
 class _Expected(msgspec.Struct, frozen=True):
@@ -162,13 +168,14 @@ def offer(request: RemoteRequest, name: str, **sizes: int) -> dict[str, Any]:
         "remote_num_tokens": request.num_tokens,
         "remote_lease": list(request.lease) if request.lease else None,
     }
-    entry = {
+    entry: dict[str, Any] = {
         **flat,
         "incarnation": request.incarnation,
         "generation": request.generation,
         "lease_s": request.lease_s,
-        "tokens_digest": request.tokens_digest or None,
     }
+    if request.tokens_digest:
+        entry["tokens_digest"] = [request.num_tokens, request.tokens_digest]
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
@@ -233,7 +240,7 @@ def remote_request(params: Mapping[str, Any], name: str) -> RemoteRequest | None
         entry.generation,
         Lease(*entry.remote_lease) if entry.remote_lease else None,
         entry.lease_s,
-        tokens_digest=entry.tokens_digest or "",
+        tokens_digest=entry.own_digest,
     )
 
 

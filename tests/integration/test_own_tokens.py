@@ -52,6 +52,14 @@ def test_only_what_was_computed_of_its_own_tokens_is_loaded(
     assert ("another one's params" in caplog.text) == (not count)
 
 
+def test_a_router_may_leave_tokens_out_that_do_not_agree(engine: Make) -> None:
+    """What it leaves is not checked: it says that it has compared them."""
+    p, d = engine("p", LOCAL), engine("d", LOCAL)
+    params = offer(p, TOKENS)
+    params["kvbridge"]["children"]["local"]["remote_num_tokens"] = 2
+    assert matched(d, params, [17, 4, 1, 1]) == 2
+
+
 def test_it_is_computed_where_it_was_to_be_loaded_and_the_blocks_go_back(engine: Make) -> None:
     p, d = engine("p", {**LOCAL, "lease_s": 1.0}), engine("d", LOCAL)
     params = offer(p, TOKENS)

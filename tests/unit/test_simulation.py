@@ -79,7 +79,7 @@ FOUND = {
     "renews_beyond_its_own_end": (3, 100),
     "is_drained_while_blocks_are_kept": (3, 60),
     "gives_staging_back_before_its_read_is_quiet": (277, 100),
-    "calls_a_load_quiet_that_is_being_arranged": (7, 60),
+    "calls_a_load_quiet_that_is_being_arranged": (0, 60),
     "arranges_what_is_not_all_here": (17, 100),
     "gives_staging_back_before_its_write_is_answered": (61, 100),
     "packs_into_what_is_still_being_written": (0, 60),
