@@ -81,7 +81,7 @@ FOUND = {
     "gives_staging_back_before_its_read_is_quiet": (277, 100),
     "calls_a_load_quiet_that_is_being_arranged": (0, 60),
     "arranges_what_is_not_all_here": (17, 100),
-    "gives_staging_back_before_its_write_is_answered": (61, 100),
+    "gives_staging_back_before_its_write_is_answered": (28, 100),
     "packs_into_what_is_still_being_written": (0, 60),
     "writes_what_was_withdrawn_while_it_was_packed": (0, 60),
     "frees_what_it_is_packing": (28, 60),

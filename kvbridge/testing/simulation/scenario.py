@@ -260,12 +260,12 @@ class Scenario:
             notify_max_bytes=210 if small else 1 << 16,
             # What is not computed yet must be written, and by one connector.
             ahead=0.4 if can_wait and seed % 4 == 1 else 0.0,
-            # A few pages at a time take their time, even where nothing goes wrong.
-            staging_nbytes=Random(f"staging {seed}").choice((0, 0, 2048, 8192))
-            if timeout_s >= len(children)
-            else 0,
+            staging_nbytes=Random(f"staging {seed}").choice((0, 0, 2048, 8192)),
             slow_work_s=2 * timeout_s if seed % 8 == 4 else 0.0,
         )
+        if drawn.pushes and timeout_s < len(children):
+            # To be packed a few pages at a time takes longer, even where nothing goes wrong.
+            drawn = replace(drawn, staging_nbytes=0)
         if not drawn.faults.calm:
             return drawn
         # Nothing may fail here, not even loads for which two engines have to meet first.
