@@ -195,9 +195,11 @@ class Loads:
     def _leaves(self, each: Waiting, taken: Counter[str]) -> bool:
         """Start a load, or fail it; False if it has to wait. Counts the place that it takes."""
         load, introduction, now_s = each.load, each.introduction, self._clock()
-        wanted = load.remote.incarnation
-        if introduction.state == "failed" and wanted not in {None, introduction.incarnation}:
-            # It was asked for another start of its engine, perhaps while this one was not up yet.
+        wanted, address = load.remote.incarnation, load.remote.address
+        was_for_another = wanted not in {None, introduction.incarnation}
+        if introduction.state == "failed" and (was_for_another or address != introduction.address):
+            # It was asked for another start of its engine, perhaps while this one was not up yet;
+            # or at an address that another request had brought.
             introduction = each.introduction = self._meet(load)
         if introduction.state == "failed" and introduction.error is not None:
             self._fail(each, str(introduction.error), cause_of(introduction.error))

@@ -132,8 +132,13 @@ class Introductions:
             direction: Whether to read from there, or to write to there.
         """
         known = self._known.get((engine_id, direction))
-        # One that has started anew since then has not failed yet: its requests say so.
-        same_start = known is not None and incarnation in {None, known.incarnation}
+        # One that has started anew since then has not failed yet: its requests say so. Nor has one
+        # that was looked for elsewhere.
+        same_start = (
+            known is not None
+            and incarnation in {None, known.incarnation}
+            and address == known.address
+        )
         if known is not None:
             if known.state in {"asking", "joining"}:
                 return known

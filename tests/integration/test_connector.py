@@ -118,6 +118,25 @@ def test_more_tokens_than_the_blocks_hold_are_not_offered(
     assert holds
 
 
+@pytest.mark.parametrize("together", [False, True], ids=["afterwards", "at once"])
+def test_an_engine_is_met_where_a_request_says_though_another_said_otherwise(
+    engine: Make, together: bool
+) -> None:
+    p, d = engine("p", LOCAL), engine("d", {**LOCAL, "handshake": {"timeout_s": 1.0}})
+    wrong = p.prefill("wrong", [3], 4)
+    for each in (wrong, wrong["kvbridge"]["children"]["local"]):
+        each["remote_port"] = 1
+    d.load("wrong", [5], 4, wrong)
+    if together:
+        d.step()
+    else:
+        run([p, d], lambda: "wrong" in d.loaded)
+    d.load("right", [7], 4, p.prefill("right", [2], 4))
+    run([p, d], lambda: "right" in d.loaded and "wrong" in d.loaded)
+    assert d.loaded["wrong"].cause == "handshake"
+    assert d.loaded["right"].error == ""
+
+
 def test_b47_a_request_for_another_engine_fails_with_both_ids(engine: Make) -> None:
     p, d = engine("p", LOCAL), engine("d", LOCAL)
     params = p.prefill("r", [3], 4)
