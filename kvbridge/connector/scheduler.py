@@ -1,6 +1,7 @@
 """The half of a connector where an engine decides: which requests load what, and who holds what."""
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -31,6 +32,8 @@ from kvbridge.handshake import (
     open_registry,
 )
 from kvbridge.model import Rank
+
+_log = logging.getLogger(__name__)
 
 
 class Serves(Protocol):
@@ -164,6 +167,17 @@ class BridgeScheduler:
             HandshakeError: The metadata contradicts itself, or the registry does not answer.
         """
         self.server.set_xfer_handshake_metadata_pp_aware(metadata)
+        _log.info(
+            "connector %s of engine %s: %d rank(s) over %s, role %s, direction %s; other engines meet "
+            "it at %s",
+            self._name,
+            self._engine_id,
+            len(metadata),
+            self._config.transport,
+            self._config.role,
+            self._config.direction,
+            self._address,
+        )
         self._engine, self._engine_is_new = dict(metadata), True
         self._offers.publish(metadata)
         if self._entry is not None:

@@ -94,7 +94,8 @@ class Sources:
         does = "gives" if self._role == "producer" else "takes"
         return (
             f"connector {self._name!r} has the role {self._role!r}, so its engine only "
-            f"{does}; where blocks go both ways, give it the role 'both' (said once)"
+            f"{does}; where blocks go both ways, give it the role 'both' (of vLLM: the kv_role "
+            "'kv_both'; said once)"
         )
 
     def level_of(self, reason: str) -> int:

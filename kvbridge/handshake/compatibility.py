@@ -29,14 +29,15 @@ LAYERED = ("layers", "dtype", "heads", "cell_bytes")
 """Factors that a pipeline stage knows only its own part of."""
 
 ADVICE: dict[str, str] = {
-    "model": "serve the same model on both engines",
+    "model": "serve the same model on both engines, or give it the same name",
     "revision": "pin the same revision of the model on both engines",
     "transport": "configure a transport that both engines have",
     "layers": "cache the same layers on both engines: check draft models and pipeline stages",
     "draft_layers": "use the same draft model on both engines, or none",
     "dtype": "set the same cache dtype on both engines",
     "heads": "serve the same model on both engines: its KV heads are what is shared out",
-    "cell_bytes": "use the same head size and cache dtype on both engines",
+    "cell_bytes": "use the same head size and cache dtype on both engines; of opaque blocks, "
+    "the same block size",
     "cache_groups": "use the same cache groups: hybrid caches, windows and draft models count",
 }
 

@@ -491,7 +491,7 @@ def test_five_differing_facts_are_all_listed_with_what_to_do() -> None:
     said = str(caught.value)
     assert len(caught.value.differences) == 5
     for words in (
-        "model is 'llama' here and 'qwen' there (serve the same model on both engines)",
+        "model is 'llama' here and 'qwen' there (serve the same model on both engines, or ",
         "revision is 'a' here and 'b' there",
         "transport is 'nixl' here and 'ucx' there (configure a transport that both engines have)",
         "dtype is {'kv': 'float16'} here and {'kv': 'bfloat16'} there",
