@@ -168,8 +168,8 @@ class BridgeScheduler:
         """
         self.server.set_xfer_handshake_metadata_pp_aware(metadata)
         _log.info(
-            "connector %s of engine %s: %d rank(s) over %s, role %s, direction %s; other engines meet "
-            "it at %s",
+            "connector %s of engine %s: %d rank(s) over %s, role %s, direction %s; other engines "
+            "meet it at %s",
             self._name,
             self._engine_id,
             len(metadata),
