@@ -173,9 +173,10 @@ def offer(request: RemoteRequest, name: str, **sizes: int) -> dict[str, Any]:
         "incarnation": request.incarnation,
         "generation": request.generation,
         "lease_s": request.lease_s,
+        "tokens_digest": (
+            [request.num_tokens, request.tokens_digest] if request.tokens_digest else None
+        ),
     }
-    if request.tokens_digest:
-        entry["tokens_digest"] = [request.num_tokens, request.tokens_digest]
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
