@@ -19,10 +19,9 @@ from kvbridge.connector.step import Progress
 from kvbridge.connector.tokens import digest_of_tokens
 from kvbridge.connector.values import BlockIds, Request
 from kvbridge.handshake import EngineAddress, HandshakeMetadata
-from kvbridge.handshake.metadata import open_envelope
 from kvbridge.model import Rank, RankCache
 from kvbridge.session.leases import SLOTS
-from kvbridge.session.session import body_of
+from kvbridge.session.session import body_of, generation_of
 
 _log = logging.getLogger(__name__)
 
@@ -56,7 +55,7 @@ class _Engine:
         """Gather it from what the ranks have published."""
         first = next(iter(metadata.values()))
         pp_size, tp_size = (1 + max(rank[axis] for rank in metadata) for axis in (0, 1))
-        generation = max(open_envelope(data.payload).generation for data in metadata.values())
+        generation = generation_of(metadata)
         return cls(body_of(first).cache, first.incarnation, generation, tp_size, pp_size)
 
 

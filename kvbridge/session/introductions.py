@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol, get_args
 
 from kvbridge.errors import HandshakeError, KVBridgeError
 from kvbridge.handshake import EngineAddress, MetadataReply
+from kvbridge.model import Rank
 from kvbridge.plan.values import Direction
 from kvbridge.session.agent import RankAgent
 from kvbridge.session.session import Session, generation_of
@@ -120,6 +121,7 @@ class Introductions:
         *,
         incarnation: str | None = None,
         generation: int = 0,
+        rank: Rank | None = None,
         direction: Direction = "read",
     ) -> Introduction:
         """Return how far we have come with an engine; begin if we have not.
@@ -129,6 +131,7 @@ class Introductions:
             address: Where its handshake server listens; None to ask the dialer's registry.
             incarnation: Which start of it is wanted, if known: another one is met anew.
             generation: The least registration of its memory that will do.
+            rank: The rank whose memory is meant; None for all of them together.
             direction: Whether to read from there, or to write to there.
         """
         known = self._known.get((engine_id, direction))
@@ -142,7 +145,7 @@ class Introductions:
         if known is not None:
             if known.state in {"asking", "joining"}:
                 return known
-            wanted = (incarnation, generation, direction)
+            wanted = (incarnation, generation, direction, rank)
             if known.state == "live" and self._is_current(engine_id, *wanted):
                 return known
             if known.state == "failed" and same_start and self._clock() < known.retry_s:
@@ -216,12 +219,15 @@ class Introductions:
         incarnation: str | None,
         generation: int,
         direction: Direction | None,
+        rank: Rank | None = None,
     ) -> bool:
         session = self._agent.sessions.get(engine_id)
+        if session is None:
+            return False
+        known = session.generation if rank is None else session.generations.get(rank, 0)
         return (
-            session is not None
-            and incarnation in {None, session.incarnation}
-            and generation <= session.generation
+            incarnation in {None, session.incarnation}
+            and generation <= known
             and (direction is None or direction in session.plans)
         )
 

@@ -87,6 +87,7 @@ class Readers:
                 EngineAddress.of(*who.address, where="address of the reader's engine"),
                 incarnation=who.incarnation,
                 generation=who.generation,
+                rank=who.rank,
                 direction="write",
             )
         except ConfigError as error:
@@ -95,5 +96,5 @@ class Readers:
 
 def _is_meant(session: Session, who: ReaderNote) -> bool:
     """Whether a reader is of the start and the registration that a session is bound to."""
-    start = (session.incarnation, session.generation)
+    start = (session.incarnation, session.generations.get(who.rank))
     return start == (who.incarnation, who.generation) and "write" in session.plans

@@ -33,7 +33,8 @@ class Session:
     Attributes:
         engine_id: The remote engine.
         incarnation: Which start of it.
-        generation: Which registration of its memory.
+        generation: Which registration of its memory, of all its ranks together.
+        generations: The same of each rank: they may have registered their memory not equally often.
         plans: What is exchanged, bound to both engines' addresses: what we take from there by
             ``"read"``, what we give to there by ``"write"``; each once it is needed.
         peers: The remote ranks to talk to.
@@ -53,6 +54,7 @@ class Session:
     engine_id: str
     incarnation: str
     generation: int
+    generations: Mapping[Rank, int] = field(default_factory=dict)
     plans: dict[Direction, EngineTransferPlan] = field(default_factory=dict)
     peers: Mapping[Rank, Peer] = field(default_factory=dict)
     memory: Mapping[Rank, tuple[str, int]] = field(default_factory=dict)
@@ -141,7 +143,9 @@ def open_session(
     plan = generate_engine_transfer_plan(
         topology, local, caches, local_engine=local_engine, direction=direction
     )
-    session = known or Session(first.engine_id, first.incarnation, generation_of(metadata))
+    session = known or Session(
+        first.engine_id, first.incarnation, generation_of(metadata), generations_of(metadata)
+    )
     told = told_by(plan)
     memory = {rank: memory_of(caches[rank].regions, caches[rank].where) for rank in told}
     added: dict[Rank, Peer] = {}
@@ -197,12 +201,23 @@ def compatible_bodies(
 
 
 def generation_of(metadata: Mapping[Rank, HandshakeMetadata]) -> int:
-    """Return how often an engine has registered its memory: the latest of its ranks.
+    """Return how often the ranks of an engine have registered their memory, together.
+
+    So it is another number whenever one of them has.
 
     Raises:
         HandshakeError: An envelope cannot be read.
     """
-    return max(open_envelope(data.payload).generation for data in metadata.values())
+    return sum(generations_of(metadata).values())
+
+
+def generations_of(metadata: Mapping[Rank, HandshakeMetadata]) -> dict[Rank, int]:
+    """Return how often each rank of an engine has registered its memory.
+
+    Raises:
+        HandshakeError: An envelope cannot be read.
+    """
+    return {rank: open_envelope(data.payload).generation for rank, data in metadata.items()}
 
 
 def close_session(

@@ -616,3 +616,23 @@ def test_blocks_are_quiet_a_moment_after_their_writer_was_killed(
     run([d], lambda: "r" in d.loaded, timeout_s=20)
     assert not d.loaded["r"].ok
     assert (quarantined(d), agent.staged_nbytes) == (0, 0)
+
+
+def test_what_is_written_goes_into_the_memory_of_the_rank_that_asks(engine: Make) -> None:
+    """Its ranks have not registered their memory equally often: one had to be asked twice."""
+    p, d = engine("p", LOCAL), engine("d", PUSH, tp=2)
+    first = (0, 0)
+    layers, heads = d.memory[first].shape[0], d.memory[first].shape[4]
+    d.workers[first].register_kv_caches(d.cache(first, layers, heads))
+    d.renew()
+    d.load("r", [5], 4, p.prefill("r", [7], 4))
+    run([p, d], lambda: "r" in d.loaded and "r" in p.sent)
+    before = dict(d.memory)
+    for memory in before.values():
+        memory[:] = -3
+    d.renew()
+    d.load("s", [5], 4, p.prefill("s", [3], 4))
+    run([p, d], lambda: "s" in d.loaded)
+    assert d.loaded["s"].error == ""
+    check(p, d, [3], [5], 4)
+    assert all((memory == -3).all() for memory in before.values()), "written where it was before"
