@@ -62,7 +62,7 @@ FOUND = {
     "forgets_connectors_that_stood_by": (35, 100),
     "frees_what_was_wanted_at_the_deadline": (3, 60),
     "takes_any_answer_for_its_own": (3, 60),
-    "takes_a_lost_writer_for_quiet_at_once": (181, 100),
+    "takes_a_lost_writer_for_quiet_at_once": (84, 100),
     "forgets_to_insist_on_an_answer": (6, 60),
     "says_that_it_is_done_before_it_reads_instead": (11, 60),
     "carries_out_a_want_that_comes_again": (6, 60),
