@@ -78,7 +78,12 @@ class Holds:
         return self._draining
 
     def grant(
-        self, request_id: str, transfer_id: str, block_ids: BlockIds = (), num_tokens: int = 0
+        self,
+        request_id: str,
+        transfer_id: str,
+        block_ids: BlockIds = (),
+        num_tokens: int = 0,
+        ids: bytes = b"",
     ) -> Lease | None:
         """Keep a request's blocks; None if there is no room for a promise.
 
@@ -87,11 +92,12 @@ class Holds:
             transfer_id: What readers call it.
             block_ids: The blocks.
             num_tokens: Tokens that they hold.
+            ids: Those of the tokens, where readers do not know yet which ones they are.
         """
         if not self._slots:
             return None
         lease = Lease(self._slots.popleft(), 1 + secrets.randbelow((1 << EPOCH_BITS) - 1))
-        hold = Hold(request_id, transfer_id, lease, block_ids, num_tokens)
+        hold = Hold(request_id, transfer_id, lease, block_ids, num_tokens, ids)
         self._held[request_id] = hold
         self._new.append(hold)
         now_s = self._clock()

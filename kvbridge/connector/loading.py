@@ -82,6 +82,7 @@ class Waiting:
                 ours,
                 None if remote.is_expected else theirs,
                 reads_instead=reads_instead,
+                tokens_digest=load.tokens_digest,
                 **common,
             )
         return agent.pull(remote.engine_id, remote.request_id, ours, theirs, **common)

@@ -16,12 +16,12 @@ from kvbridge.connector.series import OFFERS
 from kvbridge.connector.sources import Sources
 from kvbridge.connector.stats import Meter
 from kvbridge.connector.step import Progress
-from kvbridge.connector.tokens import digest_of_tokens
 from kvbridge.connector.values import BlockIds, Request
 from kvbridge.handshake import EngineAddress, HandshakeMetadata
 from kvbridge.model import Rank, RankCache
 from kvbridge.session.leases import SLOTS
 from kvbridge.session.session import body_of, generation_of
+from kvbridge.session.tokens import digest_of_ids, ids_of_tokens
 
 _log = logging.getLogger(__name__)
 
@@ -113,9 +113,15 @@ class Offers:
             reason = "duplicate"
             why = f"its transfer_id {chosen!r:.200} has been another one's; give each its own"
             chosen = None
+        ids = _ids(request)
         if not reason:
-            tokens = request.computed_tokens
-            lease = self._holds.grant(request.request_id, transfer_id, block_ids, tokens)
+            lease = self._holds.grant(
+                request.request_id,
+                transfer_id,
+                block_ids,
+                request.computed_tokens,
+                b"" if chosen is None else ids,  # what has no chosen name takes its digest along
+            )
             if lease is None:
                 reason = "leases_max"
                 why = f"the blocks of {len(self._holds)} others are held, and {reason} is as low"
@@ -135,7 +141,7 @@ class Offers:
             engine.generation,
             lease,
             self._config.lease_s,
-            tokens_digest=_digest(request),
+            tokens_digest=digest_of_ids(ids, request.computed_tokens) if ids else "",
         )
         sizes = {"tp_size": engine.tp_size, "pp_size": engine.pp_size}
         return params.offer(remote, self._name, **sizes)
@@ -223,8 +229,9 @@ def _tokens_in(block_ids: BlockIds, cache: RankCache) -> float:
     )
 
 
-def _digest(request: Request) -> str:
+def _ids(request: Request) -> bytes:
+    """Return the ids of the tokens that a request's blocks hold; nothing if they are not known."""
     tokens = request.tokens
     if tokens is None or len(tokens) < request.computed_tokens:
-        return ""
-    return digest_of_tokens(tokens, request.computed_tokens)
+        return b""
+    return ids_of_tokens(tokens, request.computed_tokens)

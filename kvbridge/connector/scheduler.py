@@ -32,6 +32,7 @@ from kvbridge.handshake import (
     open_registry,
 )
 from kvbridge.model import Rank
+from kvbridge.session.tokens import digest_of_tokens
 
 _log = logging.getLogger(__name__)
 
@@ -224,7 +225,10 @@ class BridgeScheduler:
             return None
         end = min(remote.num_tokens, request.prompt_tokens)
         start = end - tokens if tokens else end
-        return Load(request.request_id, remote, block_ids, start, end, self._address)
+        digest, ids = "", request.tokens
+        if tokens and remote.is_expected and ids is not None and len(ids) >= end:
+            digest = digest_of_tokens(ids, end)
+        return Load(request.request_id, remote, block_ids, start, end, self._address, digest)
 
     def allocated(self, request: Request, block_ids: BlockIds, tokens: int) -> None:
         """Load into a request's blocks; or tell the other engine that there is no need to."""

@@ -8,9 +8,9 @@ from kvbridge.connector.config import ConnectorConfig
 from kvbridge.connector.params import RemoteRequest
 from kvbridge.connector.series import PARAMS_REFUSED
 from kvbridge.connector.stats import Meter
-from kvbridge.connector.tokens import digest_of_tokens
 from kvbridge.connector.values import Request
 from kvbridge.errors import ConfigError
+from kvbridge.session.tokens import digest_of_tokens
 
 _log = logging.getLogger(__name__)
 

@@ -22,6 +22,8 @@ class Load:
         end_token: One past the last one; where both are the same, the other engine is only told
             that we need nothing.
         address: Where our engine's handshake server listens, for engines that write.
+        tokens_digest: What tells the request's tokens up to the last one to read from others, where
+            it is the other engine that has to compare them; empty where that is not known.
     """
 
     request_id: str
@@ -30,6 +32,7 @@ class Load:
     start_token: int
     end_token: int
     address: EngineAddress | None = None
+    tokens_digest: str = ""
 
     @property
     def is_empty(self) -> bool:
@@ -51,6 +54,8 @@ class Hold:
         lease: How readers see that the blocks are kept.
         block_ids: The blocks, for readers that want them written.
         num_tokens: Tokens that they hold.
+        ids: Those of the tokens, see :func:`~kvbridge.session.tokens.ids_of_tokens`; empty where
+            readers know from the offer which ones they are, or nobody does.
     """
 
     request_id: str
@@ -58,6 +63,7 @@ class Hold:
     lease: Lease
     block_ids: BlockIds = ()
     num_tokens: int = 0
+    ids: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

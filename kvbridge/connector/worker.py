@@ -280,7 +280,8 @@ class BridgeWorker:
         last_s = self._clock() + self._config.lease_longest_s
         for hold in step.holds:
             tables = block_tables(hold.block_ids)
-            if self.agent.hold(hold.transfer_id, hold.lease, tables, hold.num_tokens):
+            promised = (hold.lease, tables, hold.num_tokens, hold.ids)
+            if self.agent.hold(hold.transfer_id, *promised):
                 self._sent.add(hold.request_id)
                 if not self.agent.has_cache:  # it was offered before the cache was taken back
                     self._count_expired(hold.request_id)

@@ -193,6 +193,8 @@ class Want(ReaderNote, frozen=True, kw_only=True, tag="want"):
         timeout_s: For how long the reader waits, from when this is heard.
         packed: The part of it that is meant, and where that goes instead; None for all of it, each
             cell to its place.
+        tokens_digest: What tells the request's tokens up to the last one from others; empty where
+            the reader does not compare them.
     """
 
     blocks: tuple[Blocks, ...]
@@ -200,6 +202,7 @@ class Want(ReaderNote, frozen=True, kw_only=True, tag="want"):
     end_token: int
     timeout_s: float
     packed: Packed | None = None
+    tokens_digest: str = ""
 
     @property
     def is_empty(self) -> bool:

@@ -414,6 +414,7 @@ class RankAgent:
         lease: Lease | None = None,
         reads_instead: bool = False,
         check: CheckMode | None = None,
+        tokens_digest: str = "",
     ) -> Transfer:
         """Ask a remote engine to write a request's tokens here, once they are ready.
 
@@ -435,6 +436,8 @@ class RankAgent:
             reads_instead: Whether the caller will read them, where that engine cannot write: then
                 it is not told that they are not needed.
             check: Whether what has come is compared with what is there, and how much of it.
+            tokens_digest: What tells the first ``end_token`` tokens of the request from others, see
+                :func:`~kvbridge.session.tokens.digest_of_tokens`; nothing is written of others.
 
         Raises:
             UnknownEngineError: The engine is not connected.
@@ -446,7 +449,7 @@ class RankAgent:
         now_s = self._clock()
         transfer = Transfer(session, request_id, now_s, now_s + timeout_s, "push")
         transfer.reads_instead = reads_instead
-        portion = Portion(local_tables, start_token, end_token, lease)
+        portion = Portion(local_tables, start_token, end_token, lease, tokens_digest)
         transfer.check = check_of(self._local, transfer, check, address, portion)
         # Without a lease nothing tells parts of one request from those of another.
         if remote_tables is not None and lease is not None and self.packs(engine_id):
@@ -559,6 +562,7 @@ class RankAgent:
         lease: Lease | None = None,
         tables: Sequence[BlockTable] = (),
         num_tokens: int = 0,
+        ids: bytes = b"",
     ) -> bool:
         """Keep a request's blocks for its readers, and promise it where they can see it.
 
@@ -567,6 +571,8 @@ class RankAgent:
             lease: The promise, the same on all ranks of the engine.
             tables: The blocks, for readers that want them written.
             num_tokens: Tokens that they hold, from the first one on; no more are ever written.
+            ids: Those of the tokens, see :func:`~kvbridge.session.tokens.ids_of_tokens`, for
+                readers that have only a name of the request; empty if they are not known.
 
         Returns:
             Whether the blocks are free at once: all readers had reported already, or the memory
@@ -575,7 +581,7 @@ class RankAgent:
         if not self._has_cache:
             self._kept.refuse(request_id, lease)
             return True
-        return self._kept.hold(request_id, lease, tables, num_tokens)
+        return self._kept.hold(request_id, lease, tables, num_tokens, ids)
 
     def compute(
         self,

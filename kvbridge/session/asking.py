@@ -24,12 +24,14 @@ class Portion(NamedTuple):
         start_token: First token.
         end_token: One past the last token.
         lease: The remote engine's promise to keep the blocks that they come from.
+        tokens_digest: What tells the request's tokens, from the first one on, from others.
     """
 
     tables: Sequence[BlockTable] = ()
     start_token: int = 0
     end_token: int = 0
     lease: Lease | None = None
+    tokens_digest: str = ""
 
     @property
     def epoch(self) -> int | None:
@@ -61,6 +63,7 @@ def want_of(
         start_token=portion.start_token,
         end_token=portion.end_token,
         timeout_s=transfer.deadline_s - transfer.started_s,
+        tokens_digest=portion.tokens_digest,
     )
 
 

@@ -9,15 +9,23 @@ from kvbridge.plan import BlockTable
 from kvbridge.session.computed import Computed, Ready
 from kvbridge.session.leases import Lease, LeaseTable
 from kvbridge.session.releases import ReleaseBook
+from kvbridge.session.tokens import digest_of_ids
 
 
 class _Promise(NamedTuple):
-    """What is promised of a request, and in which attempt its blocks were filled."""
+    """What is promised of a request, in which attempt its blocks were filled, and with what."""
 
     lease: Lease | None
     tables: Sequence[BlockTable]
     num_tokens: int
     attempt: int
+    ids: bytes
+
+    def is_of(self, want: Want) -> bool:
+        """Whether its tokens are those of a want, as far as both sides say which ones they are."""
+        if not (self.ids and want.tokens_digest):
+            return True
+        return want.tokens_digest == digest_of_ids(self.ids, want.end_token)
 
 
 class Kept:
@@ -47,7 +55,12 @@ class Kept:
         return request_id in self._promises
 
     def hold(
-        self, request_id: str, lease: Lease | None, tables: Sequence[BlockTable], num_tokens: int
+        self,
+        request_id: str,
+        lease: Lease | None,
+        tables: Sequence[BlockTable],
+        num_tokens: int,
+        ids: bytes = b"",
     ) -> bool:
         """Keep a request's blocks; see :meth:`RankAgent.hold`."""
         attempt = self.computed.finish(request_id, tables, num_tokens)
@@ -55,7 +68,7 @@ class Kept:
             return True
         if lease is not None:
             self._leases.grant(lease)
-        self._promises[request_id] = _Promise(lease, tables, num_tokens, attempt)
+        self._promises[request_id] = _Promise(lease, tables, num_tokens, attempt, ids)
         return False
 
     def refuse(self, request_id: str, lease: Lease | None) -> None:
@@ -100,7 +113,8 @@ class Kept:
         """Return what can be written now for a want; None if nothing is held or computed.
 
         Raises:
-            ConfigError: Another promise is meant than that for the request that is held.
+            ConfigError: Another promise is meant than that for the request that is held, or other
+                tokens than those of it.
             BlockTableError: It has finished with fewer tokens than are wanted.
         """
         if want.request_id not in self:
@@ -110,6 +124,11 @@ class Kept:
             raise BlockTableError(
                 f"tokens [{want.start_token}, {want.end_token}) are wanted, {promise.num_tokens} "
                 "have been computed; give the reader their number as remote_num_tokens"
+            )
+        if not promise.is_of(want):
+            raise ConfigError(
+                f"the first {want.end_token} tokens of request {want.request_id!r} are others than "
+                "those that the reader has; give each request a transfer_id of its own"
             )
         return Ready(promise.tables, want.end_token, promise.attempt, is_all=True)
 
