@@ -9,7 +9,7 @@ from kvbridge.connector import Loaded
 from kvbridge.model import Rank
 from kvbridge.session.leases import WORD_NBYTES
 from kvbridge.testing.simulation.jobs import Leg, Offer
-from kvbridge.testing.simulation.leftovers import arranged, packed
+from kvbridge.testing.simulation.leftovers import arranged, packed, written_of
 from kvbridge.testing.simulation.memory import POISON, bits
 from kvbridge.testing.simulation.operations import Operation
 from kvbridge.testing.simulation.rules import (
@@ -65,7 +65,7 @@ def check_quiet(leg: Leg, when: str) -> None:
             for op in agent.own.values():
                 if op.is_read or op.disowned or not op.takes & mine or op.source is not seat.arena:
                     continue
-                if leg.job.goes_ahead and not leg.offers:
+                if _is_unfinished(leg, written_of(seat.connector, op.handle)):
                     op.disowned = True  # what has not finished may lose its blocks: it goes again
                 else:
                     _touched(leg, f"{when}, while {op}", op.reader.where)
@@ -73,6 +73,23 @@ def check_quiet(leg: Leg, when: str) -> None:
                 if ask.lands & mine and ask.target is seat.arena and not ask.giver.dead:
                     text = f"{when}, while {agent.where} waits for {ask.giver.where} to write"
                     _touched(leg, f"{text} (want {ask.number})", ask.giver.where)
+
+
+def _is_unfinished(leg: Leg, name: str) -> bool:
+    """Whether a request is written ahead that has no offer: this one, or one that had its blocks.
+
+    The workers learn at their next step that it has lost them, so they may begin a write until
+    then. It is written once more, or its reader is told that it will not come.
+
+    Args:
+        leg: Whose blocks they are.
+        name: That of the request; empty if it is unknown.
+    """
+    if leg.job.goes_ahead and not leg.offers:
+        return True
+    offers = (leg, *leg.engine.held.values())
+    held = {offer.transfer_id for each in offers for offer in each.offers.values()}
+    return bool(name) and name not in held
 
 
 def _check_beside(leg: Leg, when: str) -> None:

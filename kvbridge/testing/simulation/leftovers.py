@@ -14,6 +14,7 @@ from kvbridge.connector.multi import MultiConnector
 from kvbridge.session.gifts import Gift
 from kvbridge.session.leases import EPOCH_BITS, SLOTS, LeaseTable
 from kvbridge.testing.simulation.rules import ESCAPE, LEFT
+from kvbridge.transport import Handle
 
 if TYPE_CHECKING:
     from kvbridge.testing.simulation.engine import Engine
@@ -92,6 +93,15 @@ def packed(connector: object) -> Iterator[str]:
         for job in half.worker_half.agent._packing._jobs.values():
             if not job.packing.done() and isinstance(job.gift, Gift):
                 yield job.gift.request_id
+
+
+def written_of(connector: object, handle: Handle) -> str:
+    """Return the offer or name of the request that a write gives blocks of; empty if unknown."""
+    for half in bridges(connector):
+        moves = half.worker_half.agent._operations._owners.get(handle)
+        if isinstance(moves, Gift):
+            return moves.request_id
+    return ""
 
 
 def _isolations(connector: object) -> list[Isolation]:
