@@ -8,8 +8,12 @@ from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 
+from kvbridge.cli.option_words import options_of
 from kvbridge.testing import all_rules
 from kvbridge.testing.rules import GROUPS
+from kvbridge.transport import get_transport
+from kvbridge.transport.registry import transport_entry_points
+from kvbridge.transport.wrappers import TransportWrapper
 
 project = "KVBridge"
 copyright = "The KVBridge authors"  # noqa: A001  (the name is Sphinx's)
@@ -76,13 +80,34 @@ def rules_in_words() -> Iterator[str]:
         yield ""
 
 
-def write_rules(_app: Sphinx, docname: str, source: list[str]) -> None:
-    """Put the rules into the page that asks for them."""
-    if docname == "reference/conformance":
-        source[0] = source[0].replace("{{ rules }}", "\n".join(rules_in_words()))
+def options_in_words() -> Iterator[str]:
+    """Yield the options of every transport here as Markdown, from the classes that declare them."""
+    for name in transport_entry_points():
+        kind = get_transport(name)
+        what = "wraps another one, in tests" if issubclass(kind, TransportWrapper) else ""
+        yield f"## `{name}`{', which ' if what else ''}{what}\n"
+        yield "| option | may be | default | meaning |\n|---|---|---|---|"
+        for option in options_of(kind.config_type):
+            default = f"`{option.default}`" if option.default else "must be given"
+            yield f"| `{option.name}` | {option.kind} | {default} | {option.text} |"
+        yield ""
+
+
+FILLED = {
+    "reference/conformance": ("{{ rules }}", rules_in_words),
+    "reference/transports": ("{{ options }}", options_in_words),
+}
+"""Pages with a place for what the project itself knows."""
+
+
+def fill(_app: Sphinx, docname: str, source: list[str]) -> None:
+    """Put it there."""
+    if docname in FILLED:
+        place, words = FILLED[docname]
+        source[0] = source[0].replace(place, "\n".join(words()))
 
 
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
     app.connect("missing-reference", link_to_public_name)
-    app.connect("source-read", write_rules)
+    app.connect("source-read", fill)

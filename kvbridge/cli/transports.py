@@ -2,15 +2,20 @@
 
 import dataclasses
 import json
+from collections.abc import Iterator
+from textwrap import wrap
 from typing import Any
 
 import click
 
+from kvbridge.cli.option_words import Option, options_of
 from kvbridge.cli.probe import probe, words
+from kvbridge.errors import KVBridgeError
 from kvbridge.transport import Availability, available_transports, get_transport
 
 
 @click.command("transports")
+@click.argument("names", nargs=-1)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
 @click.option(
     "--probe",
@@ -18,12 +23,15 @@ from kvbridge.transport import Availability, available_transports, get_transport
     is_flag=True,
     help="Move some bytes between two processes too, and say what carried them and how fast.",
 )
-def command(as_json: bool, probes: bool) -> None:
+def command(names: tuple[str, ...], as_json: bool, probes: bool) -> None:
     """List every transport, whether it can run here, and what would change that.
 
+    Of those that are named, all options too.
     A transport that needs an option to be opened is not probed; `kvbridge bench` takes options.
     """
-    found = available_transports()
+    for name in names:
+        get_transport(name)  # which says what is wrong with it
+    found = {n: a for n, a in available_transports().items() if not names or n in names}
     if as_json:
         entries = [_entry(*item) for item in found.items()]
         if probes:
@@ -41,6 +49,27 @@ def command(as_json: bool, probes: bool) -> None:
         else:
             click.echo(f"{name:<{width}}  does not run here: {availability.reason}")
             click.echo(f"{'':<{width}}  {availability.hint}")
+        for line in _option_lines(name) if names else ():
+            click.echo(line)
+
+
+def _options(name: str) -> list[Option]:
+    """Return the options of a transport; none of one whose driver cannot be imported."""
+    try:
+        return options_of(get_transport(name).config_type)
+    except KVBridgeError:
+        return []
+
+
+def _option_lines(name: str) -> Iterator[str]:
+    options = _options(name)
+    if not options:
+        yield "  it takes no options"
+    for option in options:
+        default = f"; {option.default} if not given" if option.default else "; must be given"
+        yield f"  {option.name}: {option.kind}{default}"
+        text = option.text.replace("``", "")
+        yield from wrap(text, 96, initial_indent=" " * 6, subsequent_indent=" " * 6)
 
 
 def _entry(name: str, availability: Availability) -> dict[str, Any]:
@@ -50,6 +79,7 @@ def _entry(name: str, availability: Availability) -> dict[str, Any]:
         "reason": availability.reason,
         "hint": availability.hint,
         "capabilities": _capabilities(name, availability),
+        "options": [option._asdict() for option in _options(name)],
     }
 
 

@@ -54,7 +54,7 @@ class Hold:
         lease: How readers see that the blocks are kept.
         block_ids: The blocks, for readers that want them written.
         num_tokens: Tokens that they hold.
-        ids: Those of the tokens, see :func:`~kvbridge.session.tokens.ids_of_tokens`; empty where
+        ids: Those of the tokens, see :func:`~kvbridge.session.ids_of_tokens`; empty where
             readers know from the offer which ones they are, or nobody does.
     """
 

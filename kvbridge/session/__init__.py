@@ -12,6 +12,7 @@ from kvbridge.session.questions import CheckMode
 from kvbridge.session.readers import Asked, Readers
 from kvbridge.session.releases import ReleaseBook
 from kvbridge.session.session import Session, close_session, open_session
+from kvbridge.session.tokens import digest_of_tokens, ids_of_tokens
 from kvbridge.session.transfer import SourceStats, Transfer
 
 __all__ = [
@@ -38,5 +39,7 @@ __all__ = [
     "can_digest",
     "cause_of",
     "close_session",
+    "digest_of_tokens",
+    "ids_of_tokens",
     "open_session",
 ]

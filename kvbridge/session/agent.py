@@ -437,7 +437,7 @@ class RankAgent:
                 it is not told that they are not needed.
             check: Whether what has come is compared with what is there, and how much of it.
             tokens_digest: What tells the first ``end_token`` tokens of the request from others, see
-                :func:`~kvbridge.session.tokens.digest_of_tokens`; nothing is written of others.
+                :func:`~kvbridge.session.digest_of_tokens`; nothing is written of others.
 
         Raises:
             UnknownEngineError: The engine is not connected.
@@ -571,7 +571,7 @@ class RankAgent:
             lease: The promise, the same on all ranks of the engine.
             tables: The blocks, for readers that want them written.
             num_tokens: Tokens that they hold, from the first one on; no more are ever written.
-            ids: Those of the tokens, see :func:`~kvbridge.session.tokens.ids_of_tokens`, for
+            ids: Those of the tokens, see :func:`~kvbridge.session.ids_of_tokens`, for
                 readers that have only a name of the request; empty if they are not known.
 
         Returns:

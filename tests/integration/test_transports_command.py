@@ -38,6 +38,24 @@ def test_without_probing_nothing_is_opened() -> None:
     assert "carried by" not in run()
 
 
+def test_options_are_said_of_those_that_are_named() -> None:
+    said = run("local", "nixl")
+    assert "  read_mode: auto, native or served" in said
+    assert "  slice_bytes: whole number from 4096; 67108864 if not given\n      Bytes" in said
+    assert "mooncake" not in said
+    assert "read_mode" not in run()
+    entries = {entry["name"]: entry for entry in json.loads(run("--json"))}
+    assert {option["name"] for option in entries["ucx"]["options"]} >= {"device", "read_mode"}
+
+
+def test_a_name_that_is_none_is_one_line() -> None:
+    with pytest.raises(subprocess.CalledProcessError) as error:
+        run("nope")
+    assert error.value.returncode == 2
+    assert error.value.stderr.startswith("kvbridge: error: no transport named 'nope' found: ")
+    assert error.value.stderr.count("\n") == 1
+
+
 @pytest.mark.slow
 def test_each_probe_says_what_carried_the_bytes(
     usable_transport: Callable[[str], type[Transport]],
