@@ -40,7 +40,7 @@ class Deep(Base, frozen=True, kw_only=True):
 def test_kinds_defaults_and_words_are_those_of_the_class() -> None:
     assert options_of(Deep) == [
         Option("lanes", "whole number from 1 to 8", "2", "How many lanes there are, on each side."),
-        Option("mode", "fast, slow or off", "", "``fast`` or not, see Transport."),
+        Option("mode", "fast, off or slow", "", "``fast`` or not, see Transport."),
         Option("pause_s", "number above 0 or null", "null", "Seconds: as many as it takes."),
         Option("names", "list, each a text", "[]", ""),
         Option("silent", "true or false", "false", ""),
