@@ -11,6 +11,7 @@ from typing import Any
 
 from kvbridge.transport import Op
 from tests.conformance.peer_process import Agent, Pieces
+from tests.integration.tiny_engine import AXES
 
 KIB, MIB = 1 << 10, 1 << 20
 OPS: tuple[Op, ...] = ("read", "write")
@@ -58,6 +59,58 @@ def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
         timeout=60,
         check=False,
     )
+
+
+def count_of_loads(
+    name: str,
+    series: str,
+    labels: Mapping[str, str],
+    *,
+    requests: int = 3,
+    axes: str = AXES,
+    prefill: Mapping[str, Any] | None = None,
+    decode: Mapping[str, Any] | None = None,
+    **environment: str,
+) -> int:
+    """Load some requests, one after another, and compare every byte, in a process of its own.
+
+    Args:
+        name: The transport.
+        series: What is counted, without our prefix.
+        labels: Of what.
+        requests: How many requests.
+        axes: The order of axes in prefill's memory; its two ranks share the heads.
+        prefill: What else is configured there.
+        decode: The same of the engine that loads, which has one rank.
+        **environment: Variables of the process.
+
+    Returns:
+        What that rank has counted.
+    """
+    done = run(
+        f"""
+from kvbridge.namespaces import private_network
+network = private_network()
+network.__enter__()
+from tests.integration.tiny_engine import TinyEngine, run
+p = TinyEngine("p", {dict(prefill or {}, transport=name)!r}, tp=2, axes={axes!r})
+d = TinyEngine("d", {dict(decode or {}, transport=name)!r})
+for n in range({requests}):
+    request = f"r{{n}}"
+    d.load(request, [5, 9, 4], 10, p.prefill(request, [7, 2, 3], 10))
+    run([p, d], lambda: request in d.loaded and request in p.sent)
+    assert d.loaded[request].ok, d.loaded
+    assert (d.tokens([5, 9, 4], 10) == p.tokens([7, 2, 3], 10)).all()
+    d.fill([5, 9, 4], 0.25)
+print("counted", int(d.workers[0, 0].stats().value({"kvbridge_" + series!r}, **{dict(labels)!r})))
+p.close()
+d.close()
+""",
+        **environment,
+    )
+    assert done.returncode == 0, done.stderr
+    (counted,) = (line for line in done.stdout.splitlines() if line.startswith("counted "))
+    return int(counted.removeprefix("counted "))
 
 
 def two_agents(name: str, options: Mapping[str, Any] | None = None) -> str:

@@ -81,28 +81,6 @@ def test_a_request_is_written_for_every_shape(
     assert not p.expired
 
 
-PROGRAM = """
-    from kvbridge.namespaces import private_network
-    network = private_network()
-    network.__enter__()
-    from tests.integration.tiny_engine import TinyEngine, run
-    p = TinyEngine("p", {{"transport": {name!r}}}, tp=2)
-    d = TinyEngine(
-        "d", {{"transport": {name!r}, "direction": {direction!r}, "staging_nbytes": 0}}
-    )
-    for n in range(5):
-        d.load(f"r{{n}}", [5, 9, 4], 10, p.prefill(f"r{{n}}", [7, 2, 3], 10))
-        run([p, d], lambda: f"r{{n}}" in d.loaded and f"r{{n}}" in p.sent)
-        assert d.loaded[f"r{{n}}"].ok, d.loaded
-        assert (d.tokens([5, 9, 4], 10) == p.tokens([7, 2, 3], 10)).all()
-        d.fill([5, 9, 4], 0.25)
-    value = d.workers[0, 0].stats().value
-    print(int(value("kvbridge_transfers_total", direction="write", outcome="ok")), "written")
-    p.close()
-    d.close()
-"""
-
-
 @pytest.mark.parametrize(
     ("name", "direction", "lanes", "writes"),
     [
@@ -121,10 +99,12 @@ def test_a_request_is_written_over_every_transport(
 
     Unless what is read would be staged.
     """
-    program = textwrap.dedent(PROGRAM.format(name=name, direction=direction))
-    done = drivers.run(program, UCX_TLS=lanes)
-    assert done.returncode == 0, done.stderr
-    assert f"{writes} written" in done.stdout
+    decode = {"direction": direction, "staging_nbytes": 0}
+    written = {"direction": "write", "outcome": "ok"}
+    loads = drivers.count_of_loads(
+        name, "transfers_total", written, requests=5, decode=decode, UCX_TLS=lanes
+    )
+    assert loads == writes
 
 
 def test_b09_what_the_reader_has_already_is_not_written(engine: Make) -> None:

@@ -151,6 +151,29 @@ def test_an_offer_is_loaded_by_the_request_that_it_is_for(pair: Pair, way: str) 
     assert external_tokens(decode) - before == (299 if way == "at once" else 0)
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["in order", "the second one first"])
+def test_prompts_under_one_transfer_id_get_nothing_of_each_other(
+    pair: Pair, order: tuple[int, int]
+) -> None:
+    """Decode waits for the first of them; prefill keeps what it has computed first."""
+    prefill, decode = pair(LOCAL)
+    prompts = [prompt_of(300, seed=i) for i in range(2)]
+    alone = [decode.generate(each)["tokens"] for each in prompts]
+    decode.call("reset")
+    offer = prefill.generate(prompt_of(20), 1, WANTED)["params"]
+    where = {key: offer[key] for key in ("remote_engine_id", "remote_host", "remote_port")}
+    params = {"do_remote_prefill": True, "transfer_id": "x", **where}
+    before = bytes_loaded(decode)
+    for name, prompt in zip("ab", prompts, strict=True):
+        decode.call("add", name=name, prompt=prompt, max_tokens=8, params=params)
+    for n in order:
+        prefill.generate(prompts[n], 1, {**WANTED, "transfer_id": "x"})
+    answers = decode.wait(["a", "b"])
+    assert [answers[name]["tokens"] for name in "ab"] == alone
+    assert [decode.generate(each)["tokens"] for each in prompts] == alone, "what was cached of them"
+    assert (bytes_loaded(decode) > before) == (order[0] == 0)
+
+
 def test_what_decode_has_cached_does_not_move(pair: Pair) -> None:
     prefill, decode = pair(LOCAL)
     prompt = prompt_of(2 * 128 + 40)
