@@ -156,7 +156,7 @@ def test_prompts_under_one_transfer_id_get_nothing_of_each_other(
     pair: Pair, order: tuple[int, int]
 ) -> None:
     """Decode waits for the first of them; prefill keeps what it has computed first."""
-    prefill, decode = pair(LOCAL)
+    prefill, decode = pair(LOCAL, kv_load_failure_policy="recompute")
     prompts = [prompt_of(300, seed=i) for i in range(2)]
     alone = [decode.generate(each)["tokens"] for each in prompts]
     decode.call("reset")
