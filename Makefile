@@ -32,11 +32,8 @@ VLLM_PYTEST := $(VLLM_VENV)/bin/python -m pytest -o addopts="--import-mode=impor
 demo: $(CORE)
 	$(BIN)/kvbridge demo $(DEMO_ARGS)
 
-# UCX rewrites the process's memory functions at every start, for caches of registered memory that
-# nothing here uses; that takes a third of the tests of libraries on it. The full tier leaves it on.
-# (With `reloc` in place of `none`, a process that loads two copies of UCX aborts.)
 test: $(ALL) debian-packages
-	UCX_MEM_MMAP_HOOK_MODE=none $(BIN)/pytest -m "not full and not soak" $(PYTEST_ARGS)
+	$(BIN)/pytest -m "not full and not soak" $(PYTEST_ARGS)
 
 # Fifty kills in one test take their time where other things run too.
 test-full: $(ALL) debian-packages

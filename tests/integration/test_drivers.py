@@ -15,7 +15,7 @@ from kvbridge.errors import ConfigError, OutOfBoundsError, PeerLostError, Transp
 from kvbridge.namespaces import private_network
 from kvbridge.transport import Descriptors, Peer, Poll, Region, State, Transport
 from tests.conformance.peer_process import Agent, pieces_at
-from tests.integration.drivers import KIB, OPS, MakeAgent, agents, everything
+from tests.integration.drivers import KIB, OPS, MakeAgent, agents, everything, run, two_agents
 
 pytestmark = pytest.mark.multi_process
 
@@ -263,3 +263,26 @@ def test_memory_that_is_not_there_is_not_registered(pair: tuple[Agent, Peer]) ->
     assert here.transport.memory.regions == (here.arena.region,)
     ended = here.wait(here.submit("read", peer, everything(here), everything(here)))
     assert ended.state is State.DONE, ended.reason
+
+
+def test_the_memory_functions_of_the_process_stay_as_they_are(kind: type[Transport]) -> None:
+    """UCX rewrites them otherwise, while the engine's threads may be in them."""
+    program = two_agents(kind.name, OPTIONS[kind.name])
+    done = run(
+        f"""
+import ctypes
+from kvbridge.namespaces import private_network
+network = private_network()
+network.__enter__()
+def code():
+    libc, names = ctypes.CDLL(None), ("mmap", "munmap", "mremap", "brk", "madvise")
+    addresses = [ctypes.cast(getattr(libc, name), ctypes.c_void_p).value for name in names]
+    return [ctypes.string_at(address, 16) for address in addresses]
+before = code()
+{program}
+print("changed" if code() != before else "as before")
+[agent.close() for agent in agents]
+"""
+    )
+    assert done.returncode == 0, done.stderr
+    assert "as before" in done.stdout
