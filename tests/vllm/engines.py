@@ -27,6 +27,9 @@ ENVIRONMENT = {
     # Threads that spin while they wait would leave nothing to the other engine.
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "PASSIVE",
+    # Ranks that share the vocabulary compile a function with a C++ compiler in their first step:
+    # half a minute in which nothing that is loaded is asked for either.
+    "TORCH_COMPILE_DISABLE": "1",
     "UCX_NET_DEVICES": "lo",
 }
 WANTED = {"do_remote_decode": True, "do_remote_prefill": False}
