@@ -35,6 +35,8 @@ ON_CPU = {
     # Threads that spin while they wait would leave nothing to the other server.
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "PASSIVE",
+    # Several ranks would compile a function in their first step, which takes half a minute.
+    "TORCH_COMPILE_DISABLE": "1",
 }
 
 

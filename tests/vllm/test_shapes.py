@@ -10,7 +10,10 @@ from tests.vllm.engines import WANTED, disaggregated, prompt_of
 from tests.vllm.test_tokens import EDGES, answers_alone, external_tokens
 
 PATIENT = {"timeout_s": 120.0, "lease_s": 180.0, "handshake": {"timeout_s": 60.0}}
-"""Ranks of vLLM spin while they wait; more of them than cores leave others waiting for seconds."""
+"""Ranks of vLLM yield in a loop while they wait, and more of them than cores starve all others:
+
+of a process that had slept for 5 s it was seen that it woke up after 17.
+"""
 STAGES = {"pipeline_parallel_size": 2, "worker_cls": "tests.vllm.stages.StageWorker"}
 LENGTHS = [*EDGES, 300, 1000]
 ONE_CHUNK = [1, 2, 17, 63, 64]
