@@ -433,7 +433,7 @@ def test_transports_are_listed(capfd: pytest.CaptureFixture[str]) -> None:
     entries: dict[str, Any] = {e["name"]: e for e in json.loads(capfd.readouterr().out)}
     assert {"local", "nixl"} <= set(entries)
     local = entries["local"]
-    assert set(local) == {"name", "ok", "reason", "hint", "capabilities"}
+    assert set(local) == {"name", "ok", "reason", "hint", "capabilities", "options"}
     assert local["ok"] is True
     assert local["capabilities"]["read"] is True
     assert main(["transports"]) == 0
