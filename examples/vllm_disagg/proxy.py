@@ -83,7 +83,11 @@ def decoded(path: str, body: dict[str, Any], prefill: str, decode: str) -> HTTPR
     first = {**body, "max_tokens": 1, "stream": False, "kv_transfer_params": WANTED}
     first.pop("stream_options", None)
     with post(prefill + path, first) as answer:
-        params = json.load(answer).get("kv_transfer_params")  # none if it could not be kept
+        try:
+            params = json.load(answer).get("kv_transfer_params")  # none if it could not be kept
+        except (AttributeError, ValueError) as error:
+            words = f"{prefill}{path} answers something else than a completion: {error}"
+            raise RefusedError.saying(502, words) from error
     return post(decode + path, {**body, "kv_transfer_params": params} if params else body)
 
 

@@ -204,10 +204,11 @@ class Loads:
         if introduction.state == "failed" and introduction.error is not None:
             self._fail(each, str(introduction.error), cause_of(introduction.error))
             return True
-        session = self._session(each)
-        if session is not None and self._goes(each, session, taken, now_s):
+        session, is_late = self._session(each), now_s >= each.deadline_s
+        may_go = load.is_empty or not is_late  # to say that nothing is needed is never too late
+        if session is not None and may_go and self._goes(each, session, taken, now_s):
             return True
-        if now_s >= each.deadline_s:
+        if is_late:
             self._fail_late(each, session)
             return True
         if session is None and introduction.state == "live":  # met, and gone again
@@ -295,6 +296,13 @@ class Loads:
                 f"{timeout_s:g} s that connector {self._name!r} may take",
                 "handshake",
             )
+        elif not (each.is_queued or _is_asked(each, session)):
+            self._fail_unread(
+                each,
+                f"it had not begun within the {timeout_s:g} s that connector {self._name!r} may "
+                "take: this engine was busy with something else",
+                "deadline",
+            )
         elif each.way is None:
             self._fail_unread(
                 each,
@@ -329,3 +337,9 @@ class Loads:
         else:
             ended = Loaded(error, self._name, cause=cause)
             self._ended[load.request_id] = ended.under(self._on_failure)
+
+
+def _is_asked(each: Waiting, session: Session) -> bool:
+    """Whether an engine has been asked for a load whether it can write, and has not answered."""
+    greeting = session.greeting
+    return each.way is None and greeting is not None and greeting.state is State.PENDING

@@ -113,7 +113,7 @@ class Offers:
             reason = "duplicate"
             why = f"its transfer_id {chosen!r:.200} has been another one's; give each its own"
             chosen = None
-        ids = _ids(request)
+        ids = b"" if reason else _ids(request)
         if not reason:
             lease = self._holds.grant(
                 request.request_id,

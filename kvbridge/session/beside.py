@@ -55,5 +55,5 @@ def _guarded(work: Callable[[], T], what: str) -> T:
     except KVBridgeError:
         raise
     except Exception as error:
-        _log.exception("%s failed", what)
+        _log.exception("beside the steps, %s failed", what)
         raise PlanError(f"{what} failed: {type(error).__name__}: {error}") from error

@@ -170,3 +170,21 @@ def test_one_that_had_ended_by_itself_does_not_take_its_successor_along(
     d.load("r", [5], 4, p.prefill("s", [1], 4))
     run([p, d], lambda: "r" in d.loaded)
     assert d.loaded["r"].ok, d.loaded["r"].error
+
+
+@pytest.mark.parametrize("way", ["pull", "push"])
+def test_what_has_not_begun_by_its_deadline_does_not_begin(engine: Make, way: str) -> None:
+    """An engine that was at one long step asks for nothing that nobody waits for any more."""
+    p, d = engine("p", LOCAL), engine("d", {**LOCAL, "direction": way, "timeout_s": 0.5})
+    d.load("first", [4], 4, p.prefill("first", [6], 4))  # so that the engines have met
+    run([p, d], lambda: "first" in d.loaded and "first" in p.sent)
+    d.load("r", [5], 4, p.prefill("r", [7], 4))
+    metadata = d.scheduler.build_connector_meta()
+    for worker in d.workers.values():
+        worker.start_load_kv(metadata)
+    time.sleep(0.6)
+    d.step()
+    assert d.loaded["r"].cause == "deadline"
+    run([p, d], lambda: "r" in p.sent)
+    assert not p.expired, "it is told that nothing is needed"
+    assert (d.tokens([5], 4) == -1).all()

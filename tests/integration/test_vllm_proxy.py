@@ -104,6 +104,14 @@ def test_what_a_server_refuses_is_passed_on(routed: Routed) -> None:
     assert not routed.decode.asked
 
 
+@pytest.mark.parametrize("routed", [((200, ["no completion"]),)], indirect=True)
+def test_what_is_no_completion_is_said(routed: Routed) -> None:
+    status, answer = routed.post(PROMPT)
+    assert status == 502
+    assert "something else than a completion" in answer["error"]["message"]
+    assert not routed.decode.asked
+
+
 def test_a_server_that_is_down_is_named(routed: Routed) -> None:
     routed.prefill.close()
     status, answer = routed.post(PROMPT)

@@ -17,7 +17,10 @@ GAP = re.compile(r"%[-.\d]*[a-z]")
 
 
 def formats() -> Iterator[tuple[str, str]]:
-    """Yield where something is logged that people read, and how it is written there."""
+    """Yield where something is logged that people read, and how it is written there.
+
+    Without those lines of which all is a library's words.
+    """
     for folder in ("kvbridge", "backends"):
         for path in sorted((ROOT / folder).rglob("*.py")):
             if OF_A_PROGRAM & set(path.relative_to(ROOT).parts):
@@ -28,7 +31,8 @@ def formats() -> Iterator[tuple[str, str]]:
                         if who in LOGGERS and level in LEVELS:
                             text = node.args[level == "log"]
                             assert isinstance(text, ast.Constant), f"{path}:{node.lineno}"
-                            yield f"{path.relative_to(ROOT)}:{node.lineno}", str(text.value)
+                            if not GAP.fullmatch(str(text.value)):
+                                yield f"{path.relative_to(ROOT)}:{node.lineno}", str(text.value)
 
 
 FOUND = dict(formats())
@@ -41,12 +45,9 @@ def pattern(text: str) -> re.Pattern[str]:
 
 @pytest.mark.parametrize("where", FOUND)
 def test_a_line_of_the_log_is_on_the_page(where: str) -> None:
-    if GAP.fullmatch(FOUND[where]):
-        return  # all of it is a library's words
     assert any(pattern(FOUND[where]).fullmatch(line) for line in LINES), FOUND[where]
 
 
 @pytest.mark.parametrize("line", LINES)
 def test_a_line_of_the_page_is_logged(line: str) -> None:
-    patterns = [pattern(text) for text in FOUND.values() if not GAP.fullmatch(text)]
-    assert any(each.fullmatch(line) for each in patterns)
+    assert any(pattern(text).fullmatch(line) for text in FOUND.values())

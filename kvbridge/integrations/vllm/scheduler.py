@@ -89,7 +89,7 @@ class SchedulerHalf:
     def _is_first(self, request: VllmRequest) -> bool:
         """Whether nobody else has come with the same offer before."""
         params = request.kv_transfer_params
-        name = params.get("remote_request_id", params.get("transfer_id"))
+        name = params.get("remote_request_id") or params.get("transfer_id")  # or null
         offer = (params.get("remote_engine_id"), name)
         if not all(isinstance(each, str) for each in offer):
             return True
