@@ -40,6 +40,8 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    # One that is told to end ends its engines, too, of which half stand still.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with tempfile.TemporaryDirectory() as directory:
         model = make_model("llama", Path(directory))
         pairs = {"nixl": nixl_pair(model), "kvbridge": our_pair(model)}
