@@ -28,6 +28,7 @@ from kvbridge.transport.memory import LocalMemory, RegionTable
 from kvbridge.transport.registry import (
     TransportChoice,
     available_transports,
+    check_choice,
     check_transport,
     get_transport,
     open_transport,
@@ -70,6 +71,7 @@ __all__ = [
     "TransportChoice",
     "TransportConfig",
     "available_transports",
+    "check_choice",
     "check_transport",
     "get_transport",
     "open_agent_info",

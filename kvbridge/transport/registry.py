@@ -114,17 +114,32 @@ def check_transport(
         UnknownTransportError: Nobody offers that name.
         TransportUnavailableError: It cannot run here; ``hint`` says what would change that.
     """
-    chosen = parse_config(TransportChoice, choice, where="transport choice")
-    kind = get_transport(chosen.transport)
-    options = parse_config(
-        kind.config_type, chosen.options, where=f"options of transport {kind.name!r}"
-    )
+    kind, options = check_choice(choice)
     availability = kind.probe()
     if not availability.ok:
         raise TransportUnavailableError(
             f"transport {kind.name!r} cannot run here: {availability.reason}.", availability.hint
         )
     return kind, options
+
+
+def check_choice(
+    choice: Mapping[str, Any] | TransportChoice,
+) -> tuple[type[Transport], TransportConfig]:
+    """Find out what is wrong with a choice wherever it is made; no vendor library is loaded.
+
+    Returns:
+        The transport's class and its checked options.
+
+    Raises:
+        ConfigError: A key or an option is unknown or wrong.
+        UnknownTransportError: Nobody offers that name.
+        TransportUnavailableError: Its driver cannot be imported.
+    """
+    chosen = parse_config(TransportChoice, choice, where="transport choice")
+    kind = get_transport(chosen.transport)
+    where = f"options of transport {kind.name!r}"
+    return kind, parse_config(kind.config_type, chosen.options, where=where)
 
 
 def _owner(entry_point: EntryPoint) -> str:

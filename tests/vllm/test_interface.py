@@ -3,10 +3,14 @@
 import inspect
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from vllm.config import CompilationConfig, CUDAGraphMode, KVTransferConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.platforms import current_platform
 
+from kvbridge.errors import UnknownTransportError
 from kvbridge.integrations.vllm import KVBridgeConnector
 from tests.tools.vllm_interface import interface_of
 
@@ -29,7 +33,6 @@ LEFT_TO_VLLM = {
     "has_pending_block_frees": "blocks are kept for readers, whoever else wants them",
     "register_finished_partial_tail": "nothing is kept that is addressed by hashes",
     "requires_kv_delivery": "whoever produces has to deliver",
-    "requires_piecewise_for_cudagraph": "nothing is done layer by layer",
     "reset_cache": "there is none",
     "reset_capture_state": "nothing is captured",
     "role": "as vLLM has it",
@@ -63,3 +66,28 @@ def check(theirs: dict[str, list[str]]) -> None:
             assert [*inspect.signature(hook).parameters][-len(arguments) :] == arguments or not (
                 arguments
             ), f"{name} is called with {arguments}"
+
+
+@pytest.mark.parametrize(
+    ("connector", "extra", "message"),
+    [
+        ("KVBridgeConnector", {"transport": "nixel"}, "no transport named 'nixel'"),
+        ("KVBridgeConnector", {"transport": "nixl", "options": {"backend": 1}}, "backend"),
+        ("KVBridgeConnector", {"engine_id": "e"}, "said by 'engine_id'"),
+        ("KVBridgeMultiConnector", {"transport": "nixl"}, "needs the key 'connectors'"),
+    ],
+)
+def test_a_configuration_that_cannot_be_is_refused_before_a_model_is_loaded(
+    connector: str, extra: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where graphs are captured vLLM asks about them while it makes its own configuration."""
+    monkeypatch.setattr(type(current_platform), "support_static_graph_mode", lambda _: True)
+    transfer = KVTransferConfig(
+        kv_connector=connector,
+        kv_connector_module_path="kvbridge.integrations.vllm",
+        kv_role="kv_both",
+        kv_connector_extra_config=extra,
+    )
+    graphs = CompilationConfig(cudagraph_mode=CUDAGraphMode.FULL)
+    with pytest.raises((ValueError, UnknownTransportError), match=message):
+        VllmConfig(kv_transfer_config=transfer, compilation_config=graphs)

@@ -35,6 +35,7 @@ from kvbridge.errors import ConfigError, WrongHalfError
 from kvbridge.handshake import HandshakeMetadata
 from kvbridge.integrations.vllm.logs import log_beside_vllm
 from kvbridge.integrations.vllm.scheduler import SchedulerHalf
+from kvbridge.integrations.vllm.settings import check_extra_config
 from kvbridge.integrations.vllm.stats import BridgePromMetrics, BridgeStats
 from kvbridge.integrations.vllm.worker import WorkerHalf
 from kvbridge.model import Rank
@@ -94,7 +95,13 @@ class KVBridgeConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
-        """Make the half that a role asks for."""
+        """Make the half that a role asks for.
+
+        Raises:
+            ConfigError: Something in vLLM's configuration cannot be.
+            TransportError: A transport is unknown or cannot run here.
+        """
+        self._check(vllm_config.kv_transfer_config.kv_connector_extra_config)
         super().__init__(vllm_config, role, kv_cache_config)
         log_beside_vllm()
         self._scheduler: SchedulerHalf | None = None
@@ -125,6 +132,21 @@ class KVBridgeConnector(KVConnectorBase_V1, SupportsHMA):
         """
         model = vllm_config.model_config
         return None if model is None or model.use_mla else "LBHNC"
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Say no, nothing is done layer by layer; and refuse a configuration that cannot be.
+
+        Where vLLM captures CUDA graphs it asks this first of all. What is wrong is better told
+        here than when a model has been loaded for minutes.
+        """
+        cls._check(extra_config)
+        return False
+
+    @classmethod
+    def _check(cls, extra_config: Mapping[str, Any]) -> None:
+        """Refuse what cannot be, whatever else vLLM's configuration says."""
+        check_extra_config(extra_config)
 
     # --- scheduler -------------------------------------------------------------------------------
 
@@ -278,18 +300,12 @@ class KVBridgeMultiConnector(KVBridgeConnector):
     Loads go over the first one that has a request's tokens, and over the next one if it fails.
     """
 
-    def __init__(
-        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
-    ) -> None:
-        """Make the half that a role asks for.
-
-        Raises:
-            ConfigError: No list of connectors is given.
-        """
-        if "connectors" not in vllm_config.kv_transfer_config.kv_connector_extra_config:
+    @classmethod
+    def _check(cls, extra_config: Mapping[str, Any]) -> None:
+        if "connectors" not in extra_config:
             raise ConfigError(
                 "KVBridgeMultiConnector needs the key 'connectors' in kv_connector_extra_config, "
                 'such as {"connectors": [{"transport": "nixl"}, {"transport": "mooncake"}]}; for '
                 "one transport, use KVBridgeConnector"
             )
-        super().__init__(vllm_config, role, kv_cache_config)
+        super()._check(extra_config)

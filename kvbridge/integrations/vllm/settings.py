@@ -5,6 +5,7 @@ from typing import Any
 
 from kvbridge.connector import connector_configs
 from kvbridge.errors import ConfigError
+from kvbridge.transport import check_choice
 
 _ROLES = {"kv_producer": "producer", "kv_consumer": "consumer", "kv_both": "both"}
 _SAID_ELSEWHERE = {
@@ -26,14 +27,7 @@ def connector_values(vllm_config: Any) -> dict[str, Any]:
         ConfigError: Something there cannot be.
     """
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
-    values = dict(transfer.kv_connector_extra_config)
-    values.pop(_MODEL, None)
-    for ours, theirs in _SAID_ELSEWHERE.items():
-        if ours in values:
-            raise ConfigError(
-                f"kv_connector_extra_config has {ours!r}; of vLLM that is said by {theirs!r} in "
-                "kv_transfer_config, beside kv_connector"
-            )
+    values = _ours(transfer.kv_connector_extra_config)
     if parallel.prefill_context_parallel_size > 1:
         raise ConfigError(
             f"prefill_context_parallel_size is {parallel.prefill_context_parallel_size}; its ranks "
@@ -47,10 +41,33 @@ def connector_values(vllm_config: Any) -> dict[str, Any]:
     return values
 
 
+def check_extra_config(extra: Mapping[str, Any]) -> None:
+    """Find out what is wrong with ``kv_connector_extra_config`` by itself, wherever vLLM runs.
+
+    Raises:
+        ConfigError: A key or a value cannot be.
+        TransportError: Nobody offers a transport of that name, or it cannot be imported.
+    """
+    for config in connector_configs(_ours(extra)).values():
+        check_choice({"transport": config.transport, "options": config.options})
+
+
 def model_name(vllm_config: Any) -> str:
     """Return the name that models are compared by: the key ``model``, or vLLM's own."""
     extra: Mapping[str, Any] = vllm_config.kv_transfer_config.kv_connector_extra_config
     return str(extra.get(_MODEL, vllm_config.model_config.model))
+
+
+def _ours(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what KVBridge's own configuration knows of, without what vLLM says itself."""
+    values = {key: value for key, value in extra.items() if key != _MODEL}
+    for ours, theirs in _SAID_ELSEWHERE.items():
+        if ours in values:
+            raise ConfigError(
+                f"kv_connector_extra_config has {ours!r}; of vLLM that is said by {theirs!r} in "
+                "kv_transfer_config, beside kv_connector"
+            )
+    return values
 
 
 def _with_ports_of(values: dict[str, Any], replica: int) -> dict[str, Any]:
