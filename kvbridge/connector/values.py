@@ -35,7 +35,9 @@ class Request:
         params: What travels with the request from engine to engine, as plain data.
         aborted: Whether it finished because nobody wants it any more.
         tokens: Ids of its tokens, prompt and answer, from the first one on. What another engine has
-            computed of other tokens is not loaded then; None where they are not known.
+            computed of other tokens is not loaded then; None where they are not known. Where a
+            cache depends on more, such as an adapter or an image, take other numbers for the
+            tokens concerned, the same on both engines.
     """
 
     request_id: str

@@ -13,12 +13,14 @@ import sys
 import time
 import traceback
 from multiprocessing.connection import Client, Connection
+from pathlib import Path
 from typing import Any
 
 import torch
 from prometheus_client import REGISTRY
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
+from vllm.lora.request import LoRARequest
 
 _DEFAULTS: dict[str, Any] = {
     "skip_tokenizer_init": True,
@@ -41,11 +43,18 @@ class Engine:
         self._engine = self._llm.llm_engine
         self._core: Any = self._engine.engine_core.engine_core
         self._ended: dict[str, dict[str, Any]] = {}
+        self._adapters: dict[str, int] = {}
 
     def add(
-        self, name: str, prompt: list[int], max_tokens: int, params: dict[str, Any] | None
+        self,
+        name: str,
+        prompt: list[int],
+        max_tokens: int,
+        params: dict[str, Any] | None,
+        adapter: str | None = None,
     ) -> None:
-        """Take a request."""
+        """Take a request; ``adapter`` is where one is that its prompt is computed with."""
+        number = self._adapters.setdefault(adapter, len(self._adapters) + 1) if adapter else 0
         self._engine.add_request(
             name,
             {"prompt_token_ids": prompt},
@@ -56,6 +65,7 @@ class Engine:
                 detokenize=False,
                 extra_args={"kv_transfer_params": params} if params else None,
             ),
+            lora_request=LoRARequest(Path(adapter).name, number, adapter) if adapter else None,
         )
 
     def abort(self, name: str) -> None:

@@ -118,11 +118,13 @@ class Engine:
 
     def generate(
         self, prompt: list[int], max_tokens: int = 8, params: dict[str, Any] | None = None,
-        *, timeout_s: float = 60.0,
+        *, timeout_s: float = 60.0, adapter: Path | None = None,
     ) -> dict[str, Any]:  # fmt: skip
         """Return what the engine says to a prompt."""
-        name = secrets.token_hex(4)
-        self.call("add", name=name, prompt=prompt, max_tokens=max_tokens, params=params)
+        name, path = secrets.token_hex(4), None if adapter is None else str(adapter)
+        self.call(
+            "add", name=name, prompt=prompt, max_tokens=max_tokens, params=params, adapter=path
+        )
         ended = self.wait([name], timeout_s)
         return dict(ended[name])
 

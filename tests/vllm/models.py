@@ -1,10 +1,12 @@
 """Tiny models of fixed seeds, made here: nothing is downloaded."""
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from tiny_model import VOCABULARY, save, tiny_llama
 from transformers import (
     DeepseekV2Config,
@@ -24,6 +26,8 @@ _SHARED: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+_ADAPTED = ("q_proj", "k_proj", "v_proj")
+_ADAPTER_RANK = 8
 _HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
 
 
@@ -93,6 +97,24 @@ MODELS: Mapping[str, Callable[[], Any]] = {
     "window": _window,
     "state": _state,
 }
+
+
+def make_adapter(seed: int, directory: Path) -> Path:
+    """Write an adapter of the tiny Llama (LoRA), which changes what is cached; return where."""
+    path = directory / f"adapter{seed}"
+    path.mkdir(parents=True, exist_ok=True)
+    draw = torch.Generator().manual_seed(seed)
+    weights = {}
+    for name, layer in tiny_llama().named_modules():
+        if name.endswith(_ADAPTED):
+            low = torch.randn(_ADAPTER_RANK, layer.in_features, generator=draw)
+            high = torch.randn(layer.out_features, _ADAPTER_RANK, generator=draw)
+            weights[f"base_model.model.{name}.lora_A.weight"] = 0.1 * low
+            weights[f"base_model.model.{name}.lora_B.weight"] = 0.1 * high
+    save_file(weights, path / "adapter_model.safetensors")
+    config = {"r": _ADAPTER_RANK, "lora_alpha": _ADAPTER_RANK, "target_modules": _ADAPTED}
+    (path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", **config}))
+    return path
 
 
 def make_model(name: str, directory: Path) -> Path:

@@ -4,6 +4,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from kvbridge.connector.series import TRANSFER_BYTES
 from tests.vllm.conftest import Pair, Start
 from tests.vllm.engines import WANTED, Engine, disaggregated, prompt_of, transfer_config
+from tests.vllm.models import make_adapter
 from tests.vllm.test_tokens import answers_alone, external_tokens
 
 pytestmark = pytest.mark.full
@@ -172,6 +174,22 @@ def test_prompts_under_one_transfer_id_get_nothing_of_each_other(
     assert [answers[name]["tokens"] for name in "ab"] == alone
     assert [decode.generate(each)["tokens"] for each in prompts] == alone, "what was cached of them"
     assert (bytes_loaded(decode) > before) == (order[0] == 0)
+
+
+@pytest.mark.parametrize("mixed_up", [False, True])
+def test_what_was_computed_with_another_adapter_is_not_loaded(
+    pair: Pair, tmp_path: Path, mixed_up: bool
+) -> None:
+    prefill, decode = pair(LOCAL, enable_lora=True, max_lora_rank=8, max_loras=2)
+    ours, others = (make_adapter(seed, tmp_path) for seed in (1, 2))
+    alone = {each: decode.generate(prompt_of(N), adapter=each)["tokens"] for each in (ours, others)}
+    assert alone[ours] != alone[others] != decode.generate(prompt_of(N))["tokens"]
+    decode.call("reset")
+    params = prefill.generate(prompt_of(N), 1, WANTED, adapter=ours)["params"]
+    before, asked = external_tokens(decode), others if mixed_up else ours
+    assert decode.generate(prompt_of(N), 8, params, adapter=asked)["tokens"] == alone[asked]
+    assert decode.generate(prompt_of(N), adapter=asked)["tokens"] == alone[asked], "what is cached"
+    assert external_tokens(decode) - before == (0 if mixed_up else N - 1)
 
 
 def test_what_decode_has_cached_does_not_move(pair: Pair) -> None:

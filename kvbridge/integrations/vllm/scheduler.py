@@ -16,6 +16,7 @@ from kvbridge.connector import ReportGatherer, Request, Stats, WorkerReport, sch
 from kvbridge.connector.params import wants_remote_decode, wants_remote_prefill
 from kvbridge.handshake import HandshakeMetadata
 from kvbridge.integrations.vllm.caches import Tables
+from kvbridge.integrations.vllm.identity import Identities
 from kvbridge.integrations.vllm.settings import connector_values
 from kvbridge.integrations.vllm.stats import BridgeStats
 from kvbridge.model import Rank
@@ -53,6 +54,7 @@ class SchedulerHalf:
         )
         self._gatherer = ReportGatherer(self._ranks)
         self._tables = Tables(kv_cache_config)
+        self._identities = Identities(vllm_config)
         self._left_out = max(
             int(self._tables.looks_back_less_than_all),
             getattr(vllm_config, "num_prefill_lookahead_tokens", 0) - 1,
@@ -212,5 +214,5 @@ class SchedulerHalf:
             max(0, computed),
             request.kv_transfer_params,
             aborted,
-            request.all_token_ids,
+            self._identities.of(request) if request.kv_transfer_params else None,
         )
