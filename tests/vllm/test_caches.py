@@ -265,6 +265,7 @@ def test_each_replica_has_ports_of_its_own() -> None:
         ({"role": "both"}, "'role'; of vLLM that is said by 'kv_role'"),
         ({"engine_id": "e"}, "said by 'engine_id'"),
         ({"on_failure": "fail"}, "said by 'kv_load_failure_policy'"),
+        ({"connectors": [{"transport": "local", "on_failure": "fail"}]}, "kv_load_failure_policy"),
         ({"transprot": "nixl"}, "transprot"),
         ({"transport": "nixl", "backends": ["UCX"]}, "backends"),
     ],

@@ -218,8 +218,8 @@ def test_a_request_loses_its_blocks_while_it_is_answered(pair: Pair) -> None:
     lengths, names = [250, 251, 252], ["r250", "r251", "r252"]
     alone = {n: decode.generate(prompt_of(n), 140)["tokens"] for n in lengths}
     decode.call("reset")
-    for name, n in zip(names, lengths, strict=True):
-        params = prefill.generate(prompt_of(n), 1, WANTED)["params"]
+    offers = [prefill.generate(prompt_of(n), 1, WANTED)["params"] for n in lengths]
+    for name, n, params in zip(names, lengths, offers, strict=True):  # all three at once
         decode.call("add", name=name, prompt=prompt_of(n), max_tokens=140, params=params)
     ended = decode.wait(names)
     assert {n: ended[f"r{n}"]["tokens"] for n in lengths} == alone

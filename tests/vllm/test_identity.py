@@ -11,14 +11,16 @@ from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.request import Request
 
 from kvbridge.integrations.vllm.identity import Identities
+from kvbridge.integrations.vllm.scheduler import shorten
 
 TOKENS = [5, 6, 7, 7, 7, 8]
 
 
-def identities(*, cache_gb: float | None = 4.0, prefixes: bool = True) -> Identities:
+def identities(*, cache_gb: float | None = 4.0, prefixes: bool = True, **extra: str) -> Identities:
     images = None if cache_gb is None else SimpleNamespace(mm_processor_cache_gb=cache_gb)
     return Identities(
         SimpleNamespace(
+            kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra),
             model_config=SimpleNamespace(multimodal_config=images),
             cache_config=SimpleNamespace(enable_prefix_caching=prefixes),
         )
@@ -71,8 +73,13 @@ def test_one_cache_is_enough_for_vllm_to_look_at_images(cache_gb: float, prefixe
     )
 
 
-def test_what_vllm_does_not_look_at_is_not_compared() -> None:
-    blind = identities(cache_gb=0, prefixes=False)
+@pytest.mark.parametrize(
+    "blind",
+    [identities(cache_gb=0, prefixes=False), identities(model="where paths differ")],
+    ids=["no cache", "other paths"],
+)
+def test_what_has_no_name_that_both_engines_know_is_not_compared(blind: Identities) -> None:
+    """vLLM makes the path of the model a part of the name of each image."""
     assert blind.of(request(mm_features=[image("renderer0-mm-1-image-0")])) is None
     assert list(blind.of(request()) or ()) == TOKENS
 
@@ -89,20 +96,42 @@ def test_vectors_are_told_apart_one_by_one(kind: torch.dtype) -> None:
 
 
 def test_vectors_between_tokens() -> None:
-    vectors = torch.ones(6, 4)
     is_token = [True, True, False, False, True, True]
-    mixed = ids(request(prompt_embeds=vectors, prompt_is_token_ids=is_token))
-    assert [a == b for a, b in zip(mixed, TOKENS, strict=True)] == is_token
+    one, two = (
+        ids(request(prompt_embeds=vectors, prompt_is_token_ids=is_token))
+        for vectors in (torch.zeros(6, 4), torch.ones(6, 4))
+    )
+    assert [a == b for a, b in zip(one, two, strict=True)] == is_token
+    assert [place for place in range(6) if one[place] == TOKENS[place]] == [0, 1, 4, 5]
 
 
-def test_vectors_are_read_once() -> None:
+def test_vectors_are_read_once_and_what_was_answered_is_told_by_its_tokens() -> None:
     known, told = identities(), request(None, prompt_embeds=torch.ones(6, 4))
     first = known.of(told)
     told.prompt_embeds = torch.zeros(6, 4)
-    assert known.of(told) == first
+    told.append_output_token_ids([11, 12])
+    assert known.of(told) == [*(first or ()), 11, 12]
 
 
 def test_what_stands_for_a_token_fits_where_ids_do() -> None:
     told = [ids(request(mm_features=[image(f"{i}")]))[2] for i in range(64)]
     assert len(set(told)) == 64
     assert all(-(1 << 63) <= each < 1 << 63 for each in told)
+
+
+@pytest.mark.parametrize("what", ["tokens", "vectors", "both"])
+def test_what_is_left_to_another_engine_leaves_the_same_numbers(what: str) -> None:
+    """All that says how long a prompt is says the same, or vLLM's worker ends."""
+    tokens = None if what == "vectors" else [*TOKENS]
+    vectors = None if what == "tokens" else torch.arange(24.0).reshape(6, 4)
+    is_token = [True, False] * 3 if what == "both" else None
+    told = request(tokens, prompt_embeds=vectors, prompt_is_token_ids=is_token)
+    told.kv_transfer_params = {"do_remote_decode": True}
+    before = ids(told)
+    shorten(told, 1)
+    assert ids(told) == before[:-1]
+    lengths = {len(told.all_token_ids), told.num_prompt_tokens}
+    given = (told.prompt_token_ids, told.prompt_embeds, told.prompt_is_token_ids)
+    assert lengths | {len(each) for each in given if each is not None} == {5}
+    shorten(told, 1)
+    assert told.num_prompt_tokens == 5, "twice for one request"

@@ -3,14 +3,16 @@
 import inspect
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm.config import CompilationConfig, CUDAGraphMode, KVTransferConfig, VllmConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 from vllm.platforms import current_platform
 
-from kvbridge.errors import UnknownTransportError
+import kvbridge.integrations.vllm
+from kvbridge.errors import ConfigError, UnknownTransportError
 from kvbridge.integrations.vllm import KVBridgeConnector
 from tests.tools.vllm_interface import interface_of
 
@@ -81,6 +83,31 @@ def test_a_configuration_that_cannot_be_is_refused_before_a_model_is_loaded(
     connector: str, extra: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where graphs are captured vLLM asks about them while it makes its own configuration."""
+    with pytest.raises((ValueError, UnknownTransportError), match=message):
+        configured(connector, extra, monkeypatch)
+    # On CPUs it does not ask; the connector is made in the end.
+    made = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra))
+    with pytest.raises((ConfigError, UnknownTransportError), match=message):
+        getattr(kvbridge.integrations.vllm, connector)(made, KVConnectorRole.WORKER, None)
+
+
+def test_a_sound_configuration_keeps_full_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[bool] = []
+    ask = KVBridgeConnector.requires_piecewise_for_cudagraph
+
+    def asked(_: object, extra_config: dict[str, Any]) -> bool:
+        answers.append(ask(extra_config))
+        return answers[-1]
+
+    monkeypatch.setattr(KVBridgeConnector, "requires_piecewise_for_cudagraph", classmethod(asked))
+    configured("KVBridgeConnector", {"transport": "nixl", "model": "m"}, monkeypatch)
+    assert answers == [False]
+
+
+def configured(
+    connector: str, extra: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> VllmConfig:
+    """Return vLLM's configuration as it makes it where graphs can be captured."""
     monkeypatch.setattr(type(current_platform), "support_static_graph_mode", lambda _: True)
     transfer = KVTransferConfig(
         kv_connector=connector,
@@ -89,5 +116,4 @@ def test_a_configuration_that_cannot_be_is_refused_before_a_model_is_loaded(
         kv_connector_extra_config=extra,
     )
     graphs = CompilationConfig(cudagraph_mode=CUDAGraphMode.FULL)
-    with pytest.raises((ValueError, UnknownTransportError), match=message):
-        VllmConfig(kv_transfer_config=transfer, compilation_config=graphs)
+    return VllmConfig(kv_transfer_config=transfer, compilation_config=graphs)

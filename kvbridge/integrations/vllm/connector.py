@@ -137,7 +137,7 @@ class KVBridgeConnector(KVConnectorBase_V1, SupportsHMA):
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """Say no, nothing is done layer by layer; and refuse a configuration that cannot be.
 
-        Where vLLM captures CUDA graphs it asks this first of all. What is wrong is better told
+        Where vLLM uses full CUDA graphs it asks this first of all. What is wrong is better told
         here than when a model has been loaded for minutes.
         """
         cls._check(extra_config)

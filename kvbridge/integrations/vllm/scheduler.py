@@ -81,7 +81,7 @@ class SchedulerHalf:
             # One of several samples, or of several prompts in one HTTP request: blocks are of one.
             params = request.kv_transfer_params = {**params, "do_remote_prefill": False}
         if wants_remote_decode(params):
-            self._shorten(request)
+            shorten(request, self._left_out)
             if params.get("transfer_id") is not None:
                 self._awaited[request.request_id] = request
         if wants_remote_prefill(params):
@@ -106,33 +106,6 @@ class SchedulerHalf:
                 first,
             )
         return bool(first == request.request_id)
-
-    def _shorten(self, request: VllmRequest) -> None:
-        """Leave the last prompt tokens to the engine that loads the request.
-
-        It computes the last one in any case, since it needs what comes out of it. With a state, or
-        a window, it can only do so from what the cache was *before* that token: a state cannot be
-        taken back, and of a window vLLM frees what only that token would still have seen. With a
-        draft model that looks ahead, its tokens are wrong until they are verified.
-        """
-        params, tokens = request.kv_transfer_params, self._left_out
-        if (
-            not tokens
-            or params.get(_SHORTENED)
-            or request.num_prompt_tokens <= tokens
-            or request.get_skip_reading_prefix_cache()
-        ):
-            return
-        if request.prompt_token_ids is not None:
-            del request.prompt_token_ids[-tokens:]
-        elif request.prompt_embeds is not None:
-            request.prompt_embeds = request.prompt_embeds[:-tokens]
-        else:
-            return
-        del request._all_token_ids[-tokens:]  # noqa: SLF001 - as vLLM's own connector does
-        request.num_prompt_tokens -= tokens
-        request.max_tokens = 1
-        params[_SHORTENED] = True
 
     def matched_tokens(self, request: VllmRequest, computed: int) -> tuple[int | None, bool]:
         """Return how many tokens can be loaded."""
@@ -216,3 +189,37 @@ class SchedulerHalf:
             aborted,
             self._identities.of(request) if request.kv_transfer_params else None,
         )
+
+
+def shorten(request: VllmRequest, tokens: int) -> None:
+    """Leave the last prompt tokens to the engine that loads the request.
+
+    It computes the last one in any case, since it needs what comes out of it. With a state, or
+    a window, it can only do so from what the cache was *before* that token: a state cannot be
+    taken back, and of a window vLLM frees what only that token would still have seen. With a
+    draft model that looks ahead, its tokens are wrong until they are verified.
+
+    Args:
+        request: A request that another engine waits for.
+        tokens: How many.
+    """
+    params = request.kv_transfer_params
+    if (
+        not tokens
+        or params.get(_SHORTENED)
+        or request.num_prompt_tokens <= tokens
+        or request.get_skip_reading_prefix_cache()
+    ):
+        return
+    if request.prompt_token_ids is None and request.prompt_embeds is None:
+        return
+    if request.prompt_token_ids is not None:
+        del request.prompt_token_ids[-tokens:]
+    if request.prompt_embeds is not None:  # instead of tokens, or among them
+        request.prompt_embeds = request.prompt_embeds[:-tokens]
+    if request.prompt_is_token_ids is not None:
+        del request.prompt_is_token_ids[-tokens:]
+    del request._all_token_ids[-tokens:]  # noqa: SLF001 - as vLLM's own connector does
+    request.num_prompt_tokens -= tokens
+    request.max_tokens = 1
+    params[_SHORTENED] = True

@@ -58,16 +58,29 @@ def model_name(vllm_config: Any) -> str:
     return str(extra.get(_MODEL, vllm_config.model_config.model))
 
 
+def names_its_model(vllm_config: Any) -> bool:
+    """Whether the key ``model`` is there, as where engines know the model by different paths."""
+    return _MODEL in vllm_config.kv_transfer_config.kv_connector_extra_config
+
+
 def _ours(extra: Mapping[str, Any]) -> dict[str, Any]:
     """Return what KVBridge's own configuration knows of, without what vLLM says itself."""
     values = {key: value for key, value in extra.items() if key != _MODEL}
+    # A policy is one for all connectors of an engine, so no child has one of its own.
+    said = {*values, *(_said_by_children(values.get("connectors")) & {"on_failure"})}
     for ours, theirs in _SAID_ELSEWHERE.items():
-        if ours in values:
+        if ours in said:
             raise ConfigError(
                 f"kv_connector_extra_config has {ours!r}; of vLLM that is said by {theirs!r} in "
                 "kv_transfer_config, beside kv_connector"
             )
     return values
+
+
+def _said_by_children(children: object) -> set[str]:
+    """Return the keys of all children together; what is no list of mappings is refused later."""
+    listed = children if isinstance(children, list) else []
+    return {key for each in listed if isinstance(each, Mapping) for key in each}
 
 
 def _with_ports_of(values: dict[str, Any], replica: int) -> dict[str, Any]:
