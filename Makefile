@@ -36,7 +36,7 @@ test: $(ALL) debian-packages
 	$(BIN)/pytest -m "not full and not soak" $(PYTEST_ARGS)
 
 # Fifty kills in one test take their time where other things run too.
-test-full: $(ALL) debian-packages
+test-full: $(ALL) debian-packages test-vllm-full
 	$(BIN)/pytest -m "not soak" --hypothesis-profile=full -o faulthandler_timeout=400 $(PYTEST_ARGS)
 
 test-vllm: $(VLLM) debian-packages
